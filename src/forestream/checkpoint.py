@@ -1,0 +1,199 @@
+"""An adapter folder: the LoRA as PEFT writes it, the streams and scorer beside it, and what they were made for.
+
+    adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also loads in PEFT alone
+    streams.safetensors                              P_j, the optional start map, the exit scorer
+    forestream.json                                  format, StreamConfig, base model and its fingerprint
+    provenance.json                                  command, commit, versions, machine
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from forestream.bases import fingerprint, load_base
+from forestream.config import JsonConfig, StreamConfig
+from forestream.errors import CheckpointError, ConfigError
+from forestream.model import StreamingLM
+
+FORMAT = 1
+LORA, STREAMS, MANIFEST, PROVENANCE = (
+    "adapter_model.safetensors",
+    "streams.safetensors",
+    "forestream.json",
+    "provenance.json",
+)
+
+
+@dataclass(frozen=True)
+class BaseModel(JsonConfig):
+    """The base that an adapter belongs to: its name, its family and a print of its weights."""
+
+    name: str
+    family: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `forestream.json` holds."""
+
+    config: StreamConfig
+    base: BaseModel
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Raises:
+        CheckpointError: the folder or its manifest is missing, malformed or of another format.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"no adapter folder at {folder}; give one that `forestream train` wrote")
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise CheckpointError(f"{folder} holds no {MANIFEST}; is it a folder that `forestream train` wrote?")
+        try:
+            values: dict[str, Any] = json.loads(path.read_text())
+            if (found := values.pop("format", None)) != FORMAT:
+                raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
+            if set(values) != {"config", "base"}:
+                raise CheckpointError(f"{path} holds {sorted(values)}; expected 'base' and 'config'")
+            return Manifest(StreamConfig.from_dict(values["config"]), BaseModel.from_dict(values["base"]))
+        except (json.JSONDecodeError, AttributeError, TypeError, ConfigError) as error:
+            raise CheckpointError(f"{path} is malformed: {error}") from error
+
+
+def own_tensors(model: StreamingLM) -> dict[str, Tensor]:
+    """Everything trained beside the LoRA, by name: start.* and scorer.*."""
+    parts = {"start": model.start, "scorer": model.scorer}
+    return {
+        f"{name}.{key}": tensor.detach()
+        for name, part in parts.items()
+        if part is not None
+        for key, tensor in part.state_dict().items()
+    }
+
+
+def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write LoRA, streams and scorer into an existing folder, in `dtype` or as they are."""
+    if not isinstance(model.host, PeftModel):
+        raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
+
+    def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
+
+    save_file(stored(get_peft_model_state_dict(model.host)), folder / LORA, {"format": "pt"})
+    save_file(stored(own_tensors(model)), folder / STREAMS, {"format": "pt"})
+
+
+def read_weights(model: StreamingLM, folder: Path) -> None:
+    """Read into a model that has its LoRA in place what `write_weights` wrote.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or its tensors are not exactly the expected ones.
+    """
+    if not isinstance(model.host, PeftModel):
+        raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
+    lora = _tensors(folder / LORA, get_peft_model_state_dict(model.host))
+    own = _tensors(folder / STREAMS, own_tensors(model))
+    set_peft_model_state_dict(model.host, lora)
+    for name, part in {"start": model.start, "scorer": model.scorer}.items():
+        if part is not None:
+            prefix = f"{name}."
+            part.load_state_dict({k.removeprefix(prefix): t for k, t in own.items() if k.startswith(prefix)})
+
+
+def _tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the adapter folder is incomplete")
+    try:
+        found = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is corrupt or no safetensors file: {error}") from error
+    wrong = sorted(
+        name
+        for name in set(found) | set(expected)
+        if name not in found or name not in expected or found[name].shape != expected[name].shape
+    )
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit its configuration: {len(wrong)} tensors are missing, unknown or of another shape, "
+            f"first {wrong[0]!r}"
+        )
+    return found
+
+
+def save(
+    model: StreamingLM,
+    folder: Path,
+    base: BaseModel,
+    provenance: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a whole adapter folder, or nothing: it is put together aside and moved into place.
+
+    Raises:
+        CheckpointError: the adapter was merged already, or `folder` exists and is no adapter folder.
+    """
+    if not isinstance(model.host, PeftModel):
+        raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
+    if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder} exists and is no adapter folder; choose another output folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_weights(model, aside, dtype)
+        lora = model.host.peft_config["default"]
+        lora.base_model_name_or_path, lora.inference_mode = base.name, True
+        lora.save_pretrained(str(aside))
+        (aside / MANIFEST).write_text(Manifest(model.stream_config, base).to_json())
+        (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+        aside.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def load(
+    folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32, merge: bool = True
+) -> tuple[StreamingLM, PreTrainedTokenizerBase]:
+    """A model ready to decode, from an adapter folder; joint adapters are merged into the base unless told not to.
+
+    Args:
+        folder: what `save` wrote.
+        base: where to find the base model; by default the name in the manifest.
+        dtype: of weights and activations.
+
+    Raises:
+        CheckpointError: the folder is incomplete or corrupt, or the base is not the one it was trained on.
+    """
+    manifest = Manifest.read(folder)
+    host, tokenizer = load_base(base or manifest.base.name, dtype)
+    if (found := fingerprint(host)) != manifest.base.fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained on {manifest.base.name} with fingerprint {manifest.base.fingerprint[:12]}, but the "
+            f"base given has {found[:12]}; load the base it was trained on"
+        )
+    model = StreamingLM(host, manifest.config)
+    model.add_lora()
+    read_weights(model, folder)
+    model.to(dtype)
+    if merge and manifest.config.mode == "joint":
+        model.merge()
+    return model.eval(), tokenizer

@@ -1,0 +1,39 @@
+"""The commands put together; an error of ours becomes one line on stderr and exit code 1."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from forestream.cli.train import train
+from forestream.errors import ForestreamError
+
+
+class _OneLineErrors(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ForestreamError as error:
+            Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+            print(error, file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Speculative Streaming: a model that drafts its own next tokens while it checks the last ones."""
+
+
+app.command()(train)

@@ -1,0 +1,143 @@
+"""Settings: frozen, self-validating dataclasses that survive a JSON round trip.
+
+`StreamConfig` describes what was trained and is stored with the weights. `DecodeSettings` describes how a trained
+model is run and can be changed freely: by construction it never changes the text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+from forestream.errors import ConfigError
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless `value` is among `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, allowed))}")
+
+
+def in_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise ConfigError unless low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
+
+
+@dataclass(frozen=True)
+class JsonConfig:
+    """Base of all settings: JSON in and out, unknown keys are errors."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from a mapping.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is out of range.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(
+                f"unknown keys in {cls.__name__}: {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{cls.__name__} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{cls.__name__} is a JSON {type(values).__name__}; expected an object")
+        return cls.from_dict(values)
+
+
+@dataclass(frozen=True)
+class StreamConfig(JsonConfig):
+    """What was trained: the shape of the streams and of the adapters.
+
+    Attributes:
+        streams: G, streams per carrier; 0 trains a plain LoRA (the twin that quality is compared with).
+        stream_layers: N_s, the top decoder layers that carry streams.
+        mode: "joint" (LoRA on all linear layers, seen by main and streams alike) or "lossless" (LoRA in the
+            stream layers, acting on stream slots only: the output is the base model's).
+        positions: "ahead" gives stream j the rotary position t + j, "same" gives it t. Families with learned
+            positions ignore it: there only P_j tells the streams apart.
+        start: f of eq. 3, "identity" or "low_rank" (rank `start_rank`).
+        value_rotation: eq. 7 instead of P_j: stream n's value vectors are rotated by `rotation_angle` * n.
+        rotation_angle: eps of eq. 7 in radians; None takes pi / (2 (position limit + G)).
+        lora_rank, lora_alpha: of the LoRA adapter; scale is alpha / rank.
+        scorer_rank: rank of the exit scorer that prunes draft trees; 0 leaves the scorer out.
+    """
+
+    streams: int = 4
+    stream_layers: int = 15
+    mode: Literal["joint", "lossless"] = "joint"
+    positions: Literal["ahead", "same"] = "ahead"
+    start: Literal["identity", "low_rank"] = "identity"
+    start_rank: int = 8
+    value_rotation: bool = False
+    rotation_angle: float | None = None
+    lora_rank: int = 32
+    lora_alpha: int = 64
+    scorer_rank: int = 8
+
+    def __post_init__(self) -> None:
+        in_range("streams", self.streams, 0, 64)
+        in_range("stream_layers", self.stream_layers, 1)
+        one_of("mode", self.mode, ("joint", "lossless"))
+        one_of("positions", self.positions, ("ahead", "same"))
+        one_of("start", self.start, ("identity", "low_rank"))
+        in_range("start_rank", self.start_rank, 1)
+        in_range("lora_rank", self.lora_rank, 1)
+        in_range("lora_alpha", self.lora_alpha, 1)
+        in_range("scorer_rank", self.scorer_rank, 0)
+        if self.rotation_angle is not None:
+            in_range("rotation_angle", self.rotation_angle, 0.0)
+        if self.mode == "lossless" and self.streams == 0:
+            raise ConfigError("lossless mode with 0 streams trains nothing; set streams to 1 or more")
+
+
+@dataclass(frozen=True)
+class DecodeSettings(JsonConfig):
+    """How a trained model is run. No setting here changes greedy text, only its speed.
+
+    Attributes:
+        tree: "budget" keeps the `nodes` most probable nodes, "full" takes `k` tokens from each stream.
+        nodes: M, size of a budget tree with its root.
+        k: candidates per stream of a full tree; size 1 + k + ... + k^G.
+        streams: G to use, at most the trained G; None uses all.
+        carriers: "deferred" computes streams for the accepted node in a second short pass, "fused" for every
+            surviving node in the same pass. The drafts are the same.
+        prune_below: drop edges whose scorer probability is below this; 0 keeps all.
+        prune_to: keep the best so many nodes by product of edge scores; None keeps all.
+        max_new_tokens: cap on generated tokens.
+    """
+
+    tree: Literal["budget", "full"] = "budget"
+    nodes: int = 16
+    k: int = 2
+    streams: int | None = None
+    carriers: Literal["deferred", "fused"] = "deferred"
+    prune_below: float = 0.0
+    prune_to: int | None = None
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        one_of("tree", self.tree, ("budget", "full"))
+        in_range("nodes", self.nodes, 1, 4096)
+        in_range("k", self.k, 1, 64)
+        if self.streams is not None:
+            in_range("streams", self.streams, 0, 64)
+        one_of("carriers", self.carriers, ("deferred", "fused"))
+        in_range("prune_below", self.prune_below, 0.0, 1.0)
+        if self.prune_to is not None:
+            in_range("prune_to", self.prune_to, 1)
+            if self.prune_below > 0:
+                raise ConfigError("prune_below and prune_to are two pruning rules; set one of them")
+        in_range("max_new_tokens", self.max_new_tokens, 0)

@@ -1,0 +1,151 @@
+"""Examples to batches: token ids, targets of the main stream and of every stream, carriers, and a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from forestream.errors import DataError
+from forestream.objective import IGNORED, TargetBatch
+from forestream.tasks.base import Example
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One example as token ids; the completion ends with the end-of-text token."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
+    """Token ids of a prompt, with the begin-of-text token where the tokenizer has one. The one place that decides."""
+    return tuple(tokenizer(prompt)["input_ids"])
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, example: Example) -> Tokens:
+    """Prompt and completion are tokenised apart, so that training and generation see the same prompt ids.
+
+    Raises:
+        DataError: the tokenizer has no end-of-text token, or the prompt is empty.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise DataError("the tokenizer has no end-of-text token (eos_token_id is None); set one before training")
+    prompt = prompt_ids(tokenizer, example.prompt)
+    if not prompt:
+        raise DataError(f"an example has an empty prompt; its completion begins {example.completion[:40]!r}")
+    completion = tokenizer(example.completion, add_special_tokens=False)["input_ids"]
+    return Tokens(prompt, (*completion, end))
+
+
+class TokenDataset(Dataset[Tokens]):
+    """Examples in the order in which training will meet them, all epochs included.
+
+    The order depends on lengths and seed only, never on the model: a twin sees the same examples in the same order,
+    and resuming is skipping.
+    """
+
+    def __init__(self, examples: Sequence[Tokens], order: Sequence[int]) -> None:
+        self.examples = examples
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> Tokens:
+        return self.examples[self.order[place]]
+
+
+def grouped_order(lengths: Sequence[int], batch_size: int, epochs: int, seed: int) -> list[int]:
+    """Indices for `epochs` passes over the data: batches of similar length, in random order of batches.
+
+    Similar lengths are found inside pools of 50 batches, so that batches stay random; all epochs keep every index
+    once.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    for _ in range(epochs):
+        shuffled = iter(torch.randperm(len(lengths), generator=generator).tolist())
+        batches: list[list[int]] = []
+        while pool := list(islice(shuffled, 50 * batch_size)):
+            pool.sort(key=lambda i: lengths[i])
+            batches += [pool[at : at + batch_size] for at in range(0, len(pool), batch_size)]
+        # The one short batch goes last: in the middle it would shift the borders of all batches behind it.
+        short = [batch for batch in batches if len(batch) < batch_size]
+        whole = [batch for batch in batches if len(batch) == batch_size]
+        for place in torch.randperm(len(whole), generator=generator).tolist():
+            order += whole[place]
+        order += [i for batch in short for i in batch]
+    return order
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Tokens to a TargetBatch, padded at the right end, where causal rows never look.
+
+    Attributes:
+        streams: G.
+        pad: id that fills the right end of `ids`; its value is never seen by any target.
+        share: share of the possible carriers that get streams, at random but fixed for a text.
+        seed: of that choice.
+    """
+
+    streams: int
+    pad: int
+    share: float = 1.0
+    seed: int = 0
+
+    def __call__(self, examples: Sequence[Tokens]) -> dict[str, Tensor]:
+        return vars(self.batch(examples))
+
+    def batch(self, examples: Sequence[Tokens]) -> TargetBatch:
+        # The last token is a target only: nothing comes after it.
+        inputs = [(*e.prompt, *e.completion)[:-1] for e in examples]
+        rows = [range(len(e.prompt) - 1, len(e) - 1) for e in examples]
+        carriers = [self._carriers(e) for e in examples]
+        texts = [(*e.prompt, *e.completion) for e in examples]
+        return TargetBatch(
+            ids=_padded(inputs, self.pad),
+            rows=_padded(rows, 0),
+            targets=_padded([e.completion for e in examples], IGNORED),
+            carriers=_padded(carriers, 0),
+            stream_targets=torch.stack(
+                [
+                    _padded(
+                        [[_at(text, t + 1 + j) for t in own] for text, own in zip(texts, carriers, strict=True)],
+                        IGNORED,
+                    )
+                    for j in range(1, self.streams + 1)
+                ],
+                dim=1,
+            )
+            if self.streams
+            else torch.empty(len(examples), 0, 0, dtype=torch.long),
+        )
+
+    def _carriers(self, example: Tokens) -> list[int]:
+        """Positions with a target for stream 1 at least, thinned to the share."""
+        possible = range(len(example.prompt) - 1, len(example) - 2) if self.streams else range(0)
+        if self.share >= 1.0:
+            return list(possible)
+        generator = torch.Generator().manual_seed(self.seed + hash((example.prompt, example.completion)) % 2**31)
+        return [t for t in possible if float(torch.rand((), generator=generator)) < self.share]
+
+
+def _at(text: Sequence[int], place: int) -> int:
+    return text[place] if place < len(text) else IGNORED
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.long)

@@ -1,0 +1,230 @@
+"""One pass: trunk layers, pruning, attachment of the streams, stream layers. The host's layers are driven as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import pi
+
+import torch
+from jaxtyping import Float, Int
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forestream.cache import PassCache, StreamCache
+from forestream.config import StreamConfig
+from forestream.errors import ConfigError
+from forestream.masks import additive
+from forestream.packing import Pack
+from forestream.ports import port_for
+from forestream.pruning import ExitScorer
+from forestream.streams import SlotGate, StreamStart, rotate_values
+from forestream.topology import Topology
+
+# From the trunk's output [1, N, D] to the nodes that survive, in increasing order.
+Prune = Callable[[Tensor], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass leaves behind; logits are taken from it lazily, by `StreamingLM.logits`.
+
+    Attributes:
+        trunk: main states at the entry of the stream layers, of the surviving nodes.
+        main: main states after the last layer, of the surviving nodes.
+        streams: stream states after the last layer.
+        kept: numbers of the surviving nodes in the tree that was offered.
+    """
+
+    trunk: Float[Tensor, "B N D"]
+    main: Float[Tensor, "B N D"]
+    streams: Float[Tensor, "B G C D"]
+    kept: tuple[int, ...]
+
+
+class StreamingLM(nn.Module):
+    """A host model, its port, its adapter, and the streams on its top layers.
+
+    Raises:
+        ConfigError: more stream layers than the host has layers.
+        UnsupportedModel: the host cannot be driven exactly.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: StreamConfig) -> None:
+        super().__init__()
+        self.port = port_for(base)
+        self.stream_config = config
+        layers = self.port.num_layers
+        if config.stream_layers > layers:
+            raise ConfigError(f"stream_layers is {config.stream_layers}; the model has {layers} layers")
+        self.trunk_layers = range(layers - config.stream_layers)
+        self.stream_layers = range(layers - config.stream_layers, layers)
+        for parameter in base.parameters():
+            parameter.requires_grad_(False)
+        self.host: PreTrainedModel | PeftModel = base
+        self.start = StreamStart(config, self.port.hidden_size) if config.streams else None
+        self.scorer = ExitScorer(self.port.hidden_size, config.scorer_rank) if self._scored() else None
+        self.gate: SlotGate | None = None
+        own = next(base.parameters())
+        for part in (self.start, self.scorer):
+            if part is not None:
+                part.to(own.device)
+
+    def _scored(self) -> bool:
+        return self.stream_config.streams > 0 and self.stream_config.scorer_rank > 0 and len(self.trunk_layers) > 0
+
+    def adopt(self, host: PeftModel) -> None:
+        """Take `host`, this model's base with a LoRA adapter in place, as the model to drive."""
+        self.host = host
+        if self.stream_config.mode == "lossless":
+            self.gate = SlotGate(self.port.layers[i] for i in self.stream_layers)
+
+    def add_lora(self) -> None:
+        """Put a fresh LoRA adapter into the base: into all layers (joint) or the stream layers only (lossless)."""
+        only = list(self.stream_layers) if self.stream_config.mode == "lossless" else None
+        lora = LoraConfig(
+            r=self.stream_config.lora_rank,
+            lora_alpha=self.stream_config.lora_alpha,
+            target_modules=list(self.port.lora_targets),
+            layers_to_transform=only,
+            task_type="CAUSAL_LM",
+        )
+        base = self.host
+        assert isinstance(base, PreTrainedModel)
+        self.adopt(get_peft_model(base, lora))  # type: ignore[arg-type]
+
+    def merge(self) -> None:
+        """Merge a joint adapter into the base weights, so that decoding pays nothing for it.
+
+        Raises:
+            ConfigError: the adapter is gated to stream slots (lossless mode) and cannot be merged.
+        """
+        if self.stream_config.mode == "lossless":
+            raise ConfigError("a lossless adapter acts on stream slots only and cannot be merged")
+        if isinstance(self.host, PeftModel):
+            self.host = self.host.merge_and_unload()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.host.parameters()).device
+
+    def new_cache(self, capacity: int) -> StreamCache:
+        """An empty cache for `capacity` slots in all: committed text and the largest pass behind it."""
+        return StreamCache(self.port.num_layers, capacity)
+
+    def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """The host's final norm and head."""
+        logits: Tensor = self.port.head(self.port.finish(states))
+        return logits
+
+    def exit_logits(self, trunk: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """What the exit scorer thinks comes after each state, long before the last layer.
+
+        Raises:
+            ConfigError: the model was trained without a scorer.
+        """
+        if self.scorer is None:
+            raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
+        return self.logits(self.scorer(trunk))
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B N"],
+        pack: Pack,
+        cache: StreamCache | None = None,
+        prune: Prune | None = None,
+        topology: Topology | None = None,
+    ) -> PassOutput:
+        """One pass over `pack`, behind the text committed in `cache`.
+
+        With `prune`, trunk layers see all N nodes and stream layers only the survivors, each carrying streams if the
+        pack has any; `topology` is then the tree that was offered.
+        """
+        committed = cache.committed if cache is not None else 0
+        positions = pack.main_only().positions(committed, "same")
+        states = self.port.embed(ids, positions.to(ids.device).expand(ids.shape))
+        states = self._drive(self.trunk_layers, states, pack.main_only(), cache)
+        kept = tuple(range(pack.mains))
+        if prune is not None and topology is not None:
+            kept = prune(states)
+            if len(kept) < pack.mains:
+                carriers = range(len(kept)) if pack.streams else ()
+                pack = Pack.tree(topology.subset(kept), carriers, pack.streams)
+                states = states[:, torch.tensor(kept, device=states.device)]
+        outcome = self._drive(self.stream_layers, self._attach(states, pack), pack, cache)
+        main, streams = outcome[:, : pack.mains], outcome[:, pack.mains :]
+        shape = (pack.streams, pack.carriers.shape[1]) if pack.streams else (0, 0)
+        return PassOutput(states, main, streams.unflatten(1, shape), kept)
+
+    def streams_behind(
+        self, trunk: Float[Tensor, "B 1 D"], streams: int, cache: StreamCache
+    ) -> Float[Tensor, "B G D"]:
+        """Final states of the streams of the last committed token, from its state at the stream layers' entry."""
+        if self.start is None:
+            raise ConfigError("this adapter was trained without streams")
+        return self._drive(self.stream_layers, self.start(trunk, streams), Pack.behind(streams), cache)
+
+    def _attach(self, mains: Float[Tensor, "B N D"], pack: Pack) -> Float[Tensor, "B Q D"]:
+        if not pack.streams:
+            return mains
+        if self.start is None:
+            raise ConfigError("this adapter was trained without streams")
+        index = pack.carriers.to(mains.device)[:, :, None].expand(-1, -1, mains.shape[2])
+        carriers = torch.gather(mains.expand(index.shape[0], -1, -1), 1, index)
+        return torch.cat([mains, self.start(carriers, pack.streams)], dim=1)
+
+    def _drive(
+        self, layers: range, states: Float[Tensor, "B Q D"], pack: Pack, cache: StreamCache | None
+    ) -> Float[Tensor, "B Q D"]:
+        """Run `layers` over the slots of `pack`, one mask per window and one rotary table per kind."""
+        committed = cache.committed if cache is not None else 0
+        ahead = self.stream_config.positions if not self.port.learned_positions else "same"
+        positions = pack.positions(committed, ahead)
+        placed = positions.to(states.device)
+        store = self._storage(pack, cache)
+        if cache is not None:
+            cache.begin(layers)
+        if self.gate is not None:
+            self.gate.mains, self.gate.slots = pack.mains, len(pack)
+        masks: dict[int | None, Tensor] = {}
+        rotary: dict[str, tuple[Tensor, Tensor] | None] = {}
+        for i in layers:
+            window, kind = self.port.window(i), self.port.rotary_kind(i)
+            if window not in masks:
+                masks[window] = additive(pack, committed, positions, window, states.dtype, states.device)
+            if kind not in rotary:
+                rotary[kind] = self._rotary(states, placed, pack.mains, i)
+            states = self.port.run(i, states, masks[window], placed, rotary[kind], store)
+        if cache is not None:
+            cache.expect(layers, len(pack))
+        return states
+
+    def _rotary(
+        self, states: Tensor, positions: Int[Tensor, "B Q"], mains: int, layer: int
+    ) -> tuple[Tensor, Tensor] | None:
+        # Some rotary types pick frequencies by the largest position of the call, so streams get a call of their own.
+        parts = [
+            self.port.rotary(states, part, layer)
+            for part in (positions[:, :mains], positions[:, mains:])
+            if part.shape[1]
+        ]
+        tables = [part for part in parts if part is not None]
+        if not tables:
+            return None
+        return (torch.cat([t[0] for t in tables], dim=1), torch.cat([t[1] for t in tables], dim=1))
+
+    def _storage(self, pack: Pack, cache: StreamCache | None) -> StreamCache | PassCache | None:
+        if not self.stream_config.value_rotation or not pack.streams:
+            if cache is not None:
+                cache.value_map = None
+            return cache
+        angle = self.stream_config.rotation_angle
+        if angle is None:
+            angle = pi / (2 * (self.port.position_limit + self.stream_config.streams))
+        turn = partial(rotate_values, indices=pack.indices, angle=angle)
+        if cache is None:
+            return PassCache(turn)
+        cache.value_map = turn
+        return cache

@@ -1,0 +1,101 @@
+"""What one pass holds: slots, their positions, and the one predicate that decides who sees whom.
+
+A slot is a pair (node, index): index 0 is the node's main state, 1..G are its streams. Order of the slots: the main
+slots of all nodes, then stream 1 of all carriers, then stream 2, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from forestream.topology import Topology
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The slots of one pass, in B rows that share a tree but may differ in their carriers.
+
+    Attributes:
+        depths: steps of each node behind the committed text; the next uncommitted token has depth 0.
+        ancestors: row n marks the nodes that node n may see: its ancestors and itself.
+        carriers: nodes that carry streams, per row; repeats are allowed (padding of ragged rows).
+        streams: G, streams per carrier.
+        mains: N, main slots in the pass: all nodes, or 0 where the only node is committed already.
+    """
+
+    depths: Int[Tensor, " nodes"]
+    ancestors: Bool[Tensor, "nodes nodes"]
+    carriers: Int[Tensor, "B C"]
+    streams: int
+    mains: int
+
+    @staticmethod
+    def tree(topology: Topology, carriers: Sequence[int] = (), streams: int = 0) -> Pack:
+        """One row: a draft tree whose `carriers` have `streams` streams each."""
+        return Pack(
+            topology.depth_tensor,
+            topology.ancestors,
+            torch.tensor([list(carriers)], dtype=torch.long),
+            streams if carriers else 0,
+            len(topology),
+        )
+
+    @staticmethod
+    def text(length: int, carriers: Int[Tensor, "B C"], streams: int) -> Pack:
+        """B rows of `length` tokens in order: prompts and training examples (padding at the right end)."""
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        return Pack(torch.arange(length), causal, carriers, streams, length)
+
+    @staticmethod
+    def behind(streams: int) -> Pack:
+        """Only the streams of the last committed token: the second pass of deferred streams."""
+        one = torch.ones(1, 1, dtype=torch.bool)
+        return Pack(torch.tensor([-1]), one, torch.zeros(1, 1, dtype=torch.long), streams, 0)
+
+    def __len__(self) -> int:
+        """Q, slots in the pass."""
+        return self.mains + self.streams * self.carriers.shape[1]
+
+    @cached_property
+    def nodes(self) -> Int[Tensor, "B Q"]:
+        """The node of each slot."""
+        rows = self.carriers.shape[0]
+        return torch.cat(
+            [torch.arange(self.mains).expand(rows, -1), self.carriers.repeat(1, self.streams)], dim=1
+        )
+
+    @cached_property
+    def indices(self) -> Int[Tensor, " Q"]:
+        """0 for a main slot, j for a slot of stream j."""
+        streams = torch.arange(1, self.streams + 1).repeat_interleave(self.carriers.shape[1])
+        return torch.cat([torch.zeros(self.mains, dtype=torch.long), streams])
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "B Q Q"]:
+        """The predicate (eqs. 1, 2 and 4), query slots by key slots; committed text is visible to all.
+
+        A key slot is visible iff it is the main slot of an ancestor-or-self of the query's node, or a stream slot
+        of the same node with an index not above the query's.
+        """
+        query, key = self.nodes[:, :, None], self.nodes[:, None, :]
+        # Padding carriers repeat a node: slots of the same node but of two carrier places must not meet.
+        places = torch.arange(self.carriers.shape[1]).repeat(self.streams)
+        place = torch.cat([torch.full((self.mains,), -1), places])
+        own = (place[:, None] == place[None, :]) & (self.indices[None, :] <= self.indices[:, None])
+        return torch.where(self.indices[None, None, :] == 0, self.ancestors[query, key], own)
+
+    def positions(self, committed: int, rule: Literal["ahead", "same"]) -> Int[Tensor, "B Q"]:
+        """Position id of every slot; "ahead" gives stream j of a node at t the position t + j."""
+        own = self.depths[self.nodes] + committed
+        return own + self.indices if rule == "ahead" else own
+
+    def main_only(self) -> Pack:
+        """The same nodes without streams: what the trunk layers see."""
+        return Pack(self.depths, self.ancestors, self.carriers[:, :0], 0, self.mains)

@@ -1,0 +1,76 @@
+"""Where a number or an artefact comes from: command, commit, versions, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("forestream", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+
+
+def collect(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """A JSON-ready record of this process; `arguments` default to the command line's."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return {
+        "command": " ".join(["forestream", *map(_portable, given)]),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "machine": {
+            "system": platform.system(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def _portable(argument: str) -> str:
+    """Paths outside the working folder mean nothing elsewhere: only their last part is kept."""
+    path = Path(argument)
+    outside = path.is_absolute() or ".." in path.parts
+    return path.name if outside else argument
+
+
+def _commit() -> str | None:
+    """The commit of the working copy that this package runs from, marked when files differ from it."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude", "*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,85 @@
+"""The streams' own parts: how they start, how their values may be rotated, and LoRA that acts on them alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, Int
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from forestream.config import StreamConfig
+
+
+class StreamStart(nn.Module):
+    """Eq. 3: S_tj = f(M_t) + P_j at the entry of the first stream layer.
+
+    f is the identity, or the identity plus a rank-r linear map that starts at zero. With value rotation (eq. 7)
+    there is no P_j and streams start as copies.
+    """
+
+    def __init__(self, config: StreamConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.embedding: nn.Parameter | None = None
+        if not config.value_rotation:
+            self.embedding = nn.Parameter(torch.randn(config.streams, hidden_size) * 0.02)
+        self.map: LowRank | None = None
+        if config.start == "low_rank":
+            self.map = LowRank(hidden_size, config.start_rank)
+
+    def forward(self, mains: Float[Tensor, "B C D"], streams: int) -> Float[Tensor, "B GC D"]:
+        """States of streams 1..G of every carrier, stream by stream, from the carriers' main states."""
+        start = mains if self.map is None else self.map(mains)
+        states = start[:, None].expand(-1, streams, -1, -1)
+        if self.embedding is not None:
+            states = states + self.embedding[None, :streams, None].to(states.dtype)
+        return states.flatten(1, 2)
+
+
+class LowRank(nn.Module):
+    """x + up(down(x)) with a [D, r] and an [r, D] matrix; the identity until it is trained."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(size, rank) / math.sqrt(size))
+        self.up = nn.Parameter(torch.zeros(rank, size))
+
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        return x + (x @ self.down.to(x.dtype)) @ self.up.to(x.dtype)
+
+
+def rotate_values(
+    values: Float[Tensor, "B h Q d"], indices: Int[Tensor, " Q"], angle: float
+) -> Float[Tensor, "B h Q d"]:
+    """Eq. 7: rotate the value vectors of stream n by `angle` * n radians; main slots (n = 0) stay as they are.
+
+    The two halves of each head are paired up, the way rotary embeddings do it.
+    """
+    turn = (indices * angle)[:, None].to(values.device)
+    cos, sin = torch.cos(turn).to(values.dtype), torch.sin(turn).to(values.dtype)
+    left, right = values.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class SlotGate:
+    """Lossless mode: the LoRA branch of the stream layers yields exact zeros on main slots.
+
+    Set `mains` and `slots` before each pass through the layers it is attached to.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.mains = 0
+        self.slots = 0
+        for layer in layers:
+            for module in layer.modules():
+                if isinstance(module, LoraLayer):
+                    for branch in module.lora_B.values():
+                        branch.register_forward_hook(self._gate)
+
+    def _gate(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # Some hosts flatten rows and slots before their MLP, so the slot axis is restored first.
+        rows = output.view(-1, self.slots, output.shape[-1])
+        gated = torch.cat([torch.zeros_like(rows[:, : self.mains]), rows[:, self.mains :]], dim=1)
+        return gated.view(output.shape)

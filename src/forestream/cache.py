@@ -25,9 +25,7 @@ class PassCache:
     def __init__(self, value_map: ValueMap) -> None:
         self.value_map = value_map
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return keys, self.value_map(values)
 
 
@@ -68,9 +66,7 @@ class StreamCache:
         """
         start, end = self.committed, self.committed + keys.shape[2]
         if end > self.capacity:
-            raise CacheError(
-                f"a pass of {keys.shape[2]} slots does not fit: {start} of {self.capacity} are committed"
-            )
+            raise CacheError(f"a pass of {keys.shape[2]} slots does not fit: {start} of {self.capacity} are committed")
         if self.value_map is not None:
             values = self.value_map(values)
         stored_keys, stored_values = self._store(self._keys, layer, keys), self._store(self._values, layer, values)

@@ -1,15 +1,14 @@
 """An adapter folder: the LoRA as PEFT writes it, the streams and scorer beside it, and what they were made for.
 
-    adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also loads in PEFT alone
-    streams.safetensors                              P_j, the optional start map, the exit scorer
-    forestream.json                                  format, StreamConfig, base model and its fingerprint
-    provenance.json                                  command, commit, versions, machine
+adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also loads in PEFT alone
+streams.safetensors                              P_j, the optional start map, the exit scorer
+forestream.json                                  format, StreamConfig, base model and its fingerprint
+provenance.json                                  command, commit, versions, machine
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -165,7 +164,7 @@ def save(
         aside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(aside, folder)
+        aside.replace(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

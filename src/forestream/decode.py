@@ -134,9 +134,7 @@ def _survivors(model: StreamingLM, tree: DraftTree, keep: Keep, trunk: Tensor) -
 
 
 @torch.inference_mode()
-def stream_logits(
-    model: StreamingLM, checked: Checked, streams: int, cache: StreamCache
-) -> Float[Tensor, "G V"]:
+def stream_logits(model: StreamingLM, checked: Checked, streams: int, cache: StreamCache) -> Float[Tensor, "G V"]:
     """Logits of the accepted node's streams: picked out of the pass (fused) or computed behind it (deferred)."""
     last = checked.verdict.path[-1]
     if checked.streams.shape[1]:
@@ -162,15 +160,14 @@ def token_limit(model: StreamingLM, prompt: Sequence[int], settings: DecodeSetti
     Raises:
         PromptError: the prompt is empty or leaves no room.
     """
-    room = model.port.position_limit - len(prompt)
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
-    if room < 1:
+    end = model.port.room(len(prompt))
+    if end <= len(prompt):
         raise PromptError(
-            f"the prompt has {len(prompt)} tokens and the model's context ends at {model.port.position_limit}; "
-            "shorten the prompt"
+            f"the prompt has {len(prompt)} tokens and the model's context ends at {end}; shorten the prompt"
         )
-    return min(settings.max_new_tokens, room)
+    return min(settings.max_new_tokens, end - len(prompt))
 
 
 def until_end(tokens: tuple[int, ...], eos: Sequence[int]) -> tuple[int, ...]:

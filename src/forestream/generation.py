@@ -66,7 +66,7 @@ class Generator:
             CheckpointError: the folder is missing, incomplete or corrupt, or the base is another one.
         """
         model, tokenizer = checkpoint.load(Path(adapter), base, dtype)
-        return cls(model.to(device), tokenizer, settings)  # type: ignore[arg-type]
+        return cls(model.to(device), tokenizer, settings)
 
     def steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
         """Decode speculatively, pass by pass; `changes` override single settings, such as max_new_tokens=32."""

@@ -73,9 +73,7 @@ def _check(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> N
         raise DataError("found no predictions; a score needs at least one")
     for index, targets in enumerate(references):
         if isinstance(targets, str) or not targets:
-            raise DataError(
-                f"example {index} has {targets!r} for references; expected a sequence of one or more texts"
-            )
+            raise DataError(f"example {index} has {targets!r} for references; expected a sequence of one or more texts")
 
 
 def _lines(text: str) -> str:

@@ -1,4 +1,4 @@
-"""One pass: trunk layers, pruning, attachment of the streams, stream layers. The host's layers are driven as they are."""
+"""One pass: trunk layers, pruning, attachment of the streams, stream layers. The host's own layers do the work."""
 
 from __future__ import annotations
 
@@ -89,11 +89,12 @@ class StreamingLM(nn.Module):
             lora_alpha=self.stream_config.lora_alpha,
             target_modules=list(self.port.lora_targets),
             layers_to_transform=only,
+            fan_in_fan_out=self.port.transposed_weights,
             task_type="CAUSAL_LM",
         )
-        base = self.host
-        assert isinstance(base, PreTrainedModel)
-        self.adopt(get_peft_model(base, lora))  # type: ignore[arg-type]
+        host = get_peft_model(self.port.model, lora)
+        assert isinstance(host, PeftModel)
+        self.adopt(host)
 
     def merge(self) -> None:
         """Merge a joint adapter into the base weights, so that decoding pays nothing for it.
@@ -158,9 +159,7 @@ class StreamingLM(nn.Module):
         shape = (pack.streams, pack.carriers.shape[1]) if pack.streams else (0, 0)
         return PassOutput(states, main, streams.unflatten(1, shape), kept)
 
-    def streams_behind(
-        self, trunk: Float[Tensor, "B 1 D"], streams: int, cache: StreamCache
-    ) -> Float[Tensor, "B G D"]:
+    def streams_behind(self, trunk: Float[Tensor, "B 1 D"], streams: int, cache: StreamCache) -> Float[Tensor, "B G D"]:
         """Final states of the streams of the last committed token, from its state at the stream layers' entry."""
         if self.start is None:
             raise ConfigError("this adapter was trained without streams")

@@ -117,9 +117,7 @@ def gather_rows(states: Float[Tensor, "B N D"], rows: Int[Tensor, "B R"]) -> Flo
     return torch.gather(states, 1, rows[:, :, None].expand(-1, -1, states.shape[2]))
 
 
-def joint_loss(
-    model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig
-) -> JointLoss:
+def joint_loss(model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig) -> JointLoss:
     """Eq. 5 over one pass: each term is the mean over its own targets, then weighted.
 
     A term without any target counts as zero.

@@ -67,9 +67,7 @@ class Pack:
     def nodes(self) -> Int[Tensor, "B Q"]:
         """The node of each slot."""
         rows = self.carriers.shape[0]
-        return torch.cat(
-            [torch.arange(self.mains).expand(rows, -1), self.carriers.repeat(1, self.streams)], dim=1
-        )
+        return torch.cat([torch.arange(self.mains).expand(rows, -1), self.carriers.repeat(1, self.streams)], dim=1)
 
     @cached_property
     def indices(self) -> Int[Tensor, " Q"]:

@@ -78,9 +78,7 @@ def keep_rule(settings: DecodeSettings) -> Keep | None:
     return KeepAbove(settings.prune_below) if settings.prune_below > 0 else None
 
 
-def edge_scores(
-    topology: Topology, tokens: Sequence[int], logits: Float[Tensor, "N V"]
-) -> list[float]:
+def edge_scores(topology: Topology, tokens: Sequence[int], logits: Float[Tensor, "N V"]) -> list[float]:
     """p(token of node n | state of its parent) for every node, 1 for the root."""
     if len(topology) == 1:
         return [1.0]

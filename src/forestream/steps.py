@@ -45,6 +45,7 @@ class Counters:
 
     Attributes:
         generated: tokens.
+        prompts: prompt passes, each of which delivers one token.
         passes: forward passes after the prompt pass.
         accepted: drafted tokens that were accepted.
         nodes: nodes checked after pruning, all passes together, roots included.
@@ -52,6 +53,7 @@ class Counters:
     """
 
     generated: int = 0
+    prompts: int = 0
     passes: int = 0
     accepted: int = 0
     nodes: int = 0
@@ -63,6 +65,7 @@ class Counters:
     def add(self, step: Step) -> None:
         self.generated += len(step.tokens)
         if step.tree is None:
+            self.prompts += 1
             self.prompt_seconds += step.seconds
             return
         self.passes += 1
@@ -79,6 +82,15 @@ class Counters:
     def extend(self, steps: Iterable[Step]) -> None:
         for step in steps:
             self.add(step)
+
+    def merge(self, other: Counters) -> None:
+        """Add what `other` counted."""
+        for name in ("generated", "prompts", "passes", "accepted", "nodes", "prompt_seconds", "decode_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for own, theirs in ((self._offered, other._offered), (self._reached, other._reached)):
+            own.extend([0] * (len(theirs) - len(own)))
+            for depth, count in enumerate(theirs):
+                own[depth] += count
 
     @property
     def call_reduction(self) -> float:
@@ -102,11 +114,12 @@ class Counters:
     @property
     def tokens_per_second(self) -> float:
         """Decoding speed: tokens after the first of each prompt over the time after the prompt passes."""
-        return self._decoded / self.decode_seconds if self.decode_seconds else 0.0
+        return self.decoded / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
-    def _decoded(self) -> int:
-        return self.passes + self.accepted
+    def decoded(self) -> int:
+        """Tokens that passes after the prompt pass delivered."""
+        return self.generated - self.prompts
 
 
 def tokens_of(steps: Sequence[Step]) -> tuple[int, ...]:

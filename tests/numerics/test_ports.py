@@ -63,9 +63,7 @@ def test_windows_are_those_of_the_stock_forward(name: str) -> None:
     port = port_for(HOSTS[name]())
     ids, positions = text(port, 3 * WINDOW)
     stock = port.model(ids, use_cache=False).logits
-    torch.testing.assert_close(
-        drive(port, ids, positions, masks_of(port, 3 * WINDOW)), stock, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(drive(port, ids, positions, masks_of(port, 3 * WINDOW)), stock, rtol=1e-4, atol=1e-4)
 
 
 @every_host
@@ -267,9 +265,7 @@ def test_parity_leaves_the_model_as_it_was() -> None:
 
 
 def test_streams_past_the_limit_leave_dynamic_rotary_alone() -> None:
-    port = port_for(
-        custom("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    )
+    port = port_for(custom("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
     last = torch.tensor([[POSITIONS - 1]])
     hidden = torch.zeros(1, 1, port.hidden_size)
     before = port.rotary(hidden, last, 0)
@@ -289,9 +285,7 @@ def test_long_rotary_leaves_room_up_to_the_border() -> None:
         "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 32,
     }
-    port = port_for(
-        custom("phi3", num_key_value_heads=4, rope_parameters=rope, original_max_position_embeddings=32)
-    )
+    port = port_for(custom("phi3", num_key_value_heads=4, rope_parameters=rope, original_max_position_embeddings=32))
     assert check_parity(port) < 1e-5
     assert port.room(10) == 32
     assert port.room(33) == POSITIONS

@@ -44,9 +44,7 @@ def test_generic_port_of_a_long_window_was_tested_past_it() -> None:
     ],
 )
 def test_unknown_family_is_refused_with_numbers(family: str, keywords: dict[str, Any]) -> None:
-    with pytest.raises(
-        UnsupportedModel, match=rf"{family}: .* differ from the stock forward by \d.*llama, opt"
-    ):
+    with pytest.raises(UnsupportedModel, match=rf"{family}: .* differ from the stock forward by \d.*llama, opt"):
         port_for(custom(family, **keywords))
 
 

@@ -146,9 +146,7 @@ def test_a_failed_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.Mon
     assert list(cache.iterdir()) == []
 
 
-def test_the_slower_of_two_conversions_uses_the_other_ones_folder(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_slower_of_two_conversions_uses_the_other_ones_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rival(_: Path, folder: Path) -> None:
         winner = cache / f"1.2-{bases._CONVERSION}"
         winner.mkdir()
@@ -194,9 +192,7 @@ def test_the_packaged_model_is_the_one_of_the_file(tmp_path: Path, monkeypatch: 
         assert torch.equal(model.get_parameter(f"model.{ours}.weight"), values)
 
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    chat = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    chat = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**chat, do_sample=False, max_new_tokens=12)[0, chat["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
 

@@ -57,9 +57,7 @@ def test_exact_match_forgives_white_space_and_one_final_semicolon(prediction: st
 
 
 def test_exact_match_normalises_references_too_and_takes_any_of_them() -> None:
-    assert exact_match(["b", "x", "c"], [["a", " b ;"], ["y"], ["c"]])["exact_match"] == pytest.approx(
-        200 / 3
-    )
+    assert exact_match(["b", "x", "c"], [["a", " b ;"], ["y"], ["c"]])["exact_match"] == pytest.approx(200 / 3)
 
 
 @pytest.mark.parametrize("metric", [rouge, exact_match])

@@ -38,9 +38,7 @@ def test_tasks_are_found_by_name() -> None:
 
 def test_e2e_keeps_rows_for_training_and_groups_them_for_evaluation(tmp_path: Path) -> None:
     texts = [(MEANING, "A place. "), ("name[B]", "B it is."), (MEANING, "Café it is."), (MEANING, "A place.")]
-    write(
-        tmp_path, "e2e_nlg", "test", [{"meaning_representation": m, "human_reference": t} for m, t in texts]
-    )
+    write(tmp_path, "e2e_nlg", "test", [{"meaning_representation": m, "human_reference": t} for m, t in texts])
     task = get_task("e2e")
     assert [e.completion for e in task.examples("test", tmp_path)] == [
         " A place.",
@@ -100,9 +98,7 @@ def test_dialogsum_names_the_row_without_a_summary(tmp_path: Path) -> None:
     ("prompt", "completion", "references"),
     [("", " a", ("a",)), ("p ", " a", ("a",)), ("p", "a", ("a",)), ("p", "  ", ("a",)), ("p", " a", ())],
 )
-def test_an_example_that_joins_badly_is_refused(
-    prompt: str, completion: str, references: tuple[str, ...]
-) -> None:
+def test_an_example_that_joins_badly_is_refused(prompt: str, completion: str, references: tuple[str, ...]) -> None:
     with pytest.raises(DataError):
         Example(prompt, completion, references)
 
@@ -228,9 +224,7 @@ def test_a_repository_with_a_script_is_read_from_its_converted_branch(
 def test_an_unreachable_hub_is_one_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(ConnectionError("Couldn't reach the Hub\nlong trace"))
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    with pytest.raises(
-        DataError, match=r"\(ConnectionError: Couldn't reach the Hub\); .*--data-dir"
-    ) as caught:
+    with pytest.raises(DataError, match=r"\(ConnectionError: Couldn't reach the Hub\); .*--data-dir") as caught:
         get_task("dialogsum").examples("train")
     assert "dialogsum/train.jsonl.gz" in str(caught.value)
     assert "long trace" not in str(caught.value)

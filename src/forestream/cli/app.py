@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from forestream.cli.train import train
@@ -18,8 +18,9 @@ class _OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except ForestreamError as error:
-            Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-            print(error, file=sys.stderr)
+            Console(stderr=True, soft_wrap=True).print(
+                f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False
+            )
             raise typer.Exit(1) from error
 
 

@@ -78,7 +78,7 @@ def train(
     origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host))
     layers = stream_layers or max(1, host.config.num_hidden_layers // 2)
     torch.manual_seed(seed)
-    model = training_model(host, StreamConfig(streams=streams, stream_layers=layers, mode=mode))
+    model = training_model(host, StreamConfig(streams=streams, stream_layers=layers, mode=mode.value))
     used = [tokenize(tokenizer, row) for row in rows[:examples]]
     console = Console()
     _announce(console, model, config, loss, len(used))

@@ -41,7 +41,8 @@ __all__ = ["SUPPORTED", "LayerCache", "Port", "Rotary", "check_parity", "port_fo
 def port_for(model: PreTrainedModel) -> Port:
     """The port of a loaded causal language model.
 
-    A family without a port of its own is driven generically if that is found exact on a short random text.
+    The driven forward is compared with the stock forward on a short random text. A family without a port of its
+    own is driven generically if the two are equal.
 
     Raises:
         UnsupportedModel: the model cannot be driven exactly; says why, with numbers, and which families can.
@@ -51,7 +52,9 @@ def port_for(model: PreTrainedModel) -> Port:
     try:
         if family in _PORTS:
             _refuse_non_causal(config)
-            return _PORTS[family](model)
+            port = _PORTS[family](model)
+            check_parity(port)
+            return port
         _refuse_by_design(config)
         return _generic(model)
     except UnsupportedModel as error:
@@ -82,7 +85,5 @@ def _generic(model: PreTrainedModel) -> Port:
         raise
     except Exception as error:  # an unknown family may fail in any way: all of them mean the same
         family = model.config.model_type
-        raise UnsupportedModel(
-            f"{family} has no port and cannot be driven generically: {error!r}."
-        ) from error
+        raise UnsupportedModel(f"{family} has no port and cannot be driven generically: {error!r}.") from error
     return port

@@ -26,7 +26,7 @@ class LayerCache(Protocol):
     """What a stock layer asks of the cache it is handed."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, /, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take keys and values [B,h,Q,d] of one layer; return all keys and values [B,h,K,d] to attend to."""
         ...

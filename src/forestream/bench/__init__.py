@@ -1,0 +1,1 @@
+"""Measuring methods against plain decoding, interleaved in one run."""

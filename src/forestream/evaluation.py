@@ -1,0 +1,72 @@
+"""How good the texts are: outputs for a task's inputs, by any way of decoding, and their score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Literal
+
+import torch
+from peft import PeftModel
+
+from forestream.data import prompt_ids
+from forestream.generation import Generator
+from forestream.tasks.base import Example
+
+Way = Literal["forestream", "plain", "batched"]
+
+
+def outputs(
+    generator: Generator,
+    examples: Sequence[Example],
+    way: Way,
+    batch_size: int = 16,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """One text per example.
+
+    Args:
+        way: "forestream" and "plain" decode one prompt at a time; "batched" is the host's own greedy `generate` on
+            `batch_size` prompts at a time: the same texts in float32, faster where only the score is wanted.
+        advance: called with the number of examples done since the last call, for a progress bar.
+    """
+    if way == "batched":
+        return _batched(generator, examples, batch_size, advance)
+    run = generator.steps if way == "forestream" else generator.plain_steps
+    texts = []
+    for example in examples:
+        texts.append(generator.collect(run(example.prompt)).text)
+        advance(1)
+    return texts
+
+
+@torch.inference_mode()
+def _batched(
+    generator: Generator, examples: Sequence[Example], batch_size: int, advance: Callable[[int], None]
+) -> list[str]:
+    host = generator.model.host
+    # A lossless adapter never touches the text: its base alone writes it.
+    untouched = host.disable_adapter() if isinstance(host, PeftModel) else nullcontext()
+    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    # Prompts of similar length share a batch, so that little is padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    pad = generator.eos[0] if generator.eos else 0
+    texts = [""] * len(prompts)
+    with untouched:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            width = max(len(prompts[i]) for i in batch)
+            ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            written = host.generate(
+                input_ids=ids.to(generator.model.device),
+                attention_mask=mask.to(generator.model.device),
+                max_new_tokens=generator.settings.max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(generator.eos) or None,
+                pad_token_id=pad,
+            )
+            for i, row in zip(batch, written[:, width:].tolist(), strict=True):
+                texts[i] = generator.text(row)
+            advance(len(batch))
+    return texts

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from forestream.bench.methods import PLAIN, Method
-from forestream.config import DecodeSettings
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
@@ -152,20 +151,3 @@ def next_logits(model: StreamingLM, text: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([list(text)], device=model.device)
     output = model(ids, Pack.text(len(text), torch.zeros(1, 0, dtype=torch.long), 0))
     return model.logits(output.main[0, -1:])[0].float()
-
-
-def settings_record(
-    adapter: str, task: str, split: str, dtype: str, repeats: int, settings: DecodeSettings, threads: int
-) -> dict[str, Any]:
-    """The settings entry of the bench file."""
-    return {
-        "adapter": adapter,
-        "task": task,
-        "split": split,
-        "dtype": dtype,
-        "batch_size": 1,
-        "temperature": 0.0,
-        "repeats": repeats,
-        "threads": threads,
-        "decode": vars(settings),
-    }

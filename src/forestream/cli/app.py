@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from forestream.cli.bench import bench
+from forestream.cli.evaluate import evaluate
 from forestream.cli.train import train
 from forestream.errors import ForestreamError
 
@@ -38,3 +40,5 @@ def main() -> None:
 
 
 app.command()(train)
+app.command()(evaluate)
+app.command()(bench)

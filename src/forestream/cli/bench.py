@@ -1,0 +1,124 @@
+"""`forestream bench`: methods against plain decoding, on a task's prompts, interleaved in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from forestream.cli import options
+from forestream.cli.output import write_json
+
+
+def bench(
+    adapter: options.Adapter,
+    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K; the last "
+            "two also with +prune, +fused or +prune+fused behind them."
+        ),
+    ] = "plain,forestream",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
+    ] = None,
+    base: options.Base = None,
+    dtype: options.DTypeName = options.DType.bfloat16,
+    device: options.Device = "cpu",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method on every prompt.")] = 1,
+    tree: options.Tree = options.TreeForm.budget,
+    nodes: options.Nodes = options.DEFAULTS.nodes,
+    k: options.K = options.DEFAULTS.k,
+    streams: options.Streams = None,
+    carriers: options.Carriers = options.CarrierForm.deferred,
+    prune_below: options.PruneBelow = 0.0,
+    prune_to: options.PruneTo = None,
+    prune_methods_below: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Threshold of the methods with +prune.")
+    ] = 0.05,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Measure speed and passes against plain decoding of the same model, in the same run.
+
+    Methods take turns on every prompt. Speedup compares seconds per token after the prompt pass, prompt by prompt
+    (median, min, max) and in total. equal_outputs counts the prompts whose token ids are those of plain decoding.
+
+    Example: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
+    """
+    import torch
+
+    from forestream import provenance
+    from forestream.bench.methods import method
+    from forestream.bench.runner import compare
+    from forestream.data import prompt_ids
+    from forestream.tasks import get_task
+
+    chosen = get_task(task)
+    examples = chosen.grouped(split, data_dir)[:limit]
+    settings = options.settings_from(
+        tree=tree,
+        nodes=nodes,
+        k=k,
+        streams=streams,
+        carriers=carriers,
+        prune_below=prune_below,
+        prune_to=prune_to,
+        max_new_tokens=max_new_tokens or chosen.max_new_tokens,
+    )
+    generator = options.load_generator(adapter, base, dtype, settings, device)
+    compared = [method(name.strip(), generator, prune_methods_below) for name in methods.split(",")]
+    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("prompts", total=len(prompts))
+        results = compare(generator.model, compared, prompts, repeats, lambda: progress.advance(bar))
+    record = {
+        "provenance": provenance.collect(),
+        "settings": {
+            "adapter": adapter.name,
+            "task": task,
+            "split": split,
+            "dtype": dtype.value,
+            "device": device,
+            "batch_size": 1,
+            "temperature": 0.0,
+            "repeats": repeats,
+            "threads": torch.get_num_threads(),
+            "decode": vars(settings),
+        },
+        "methods": results,
+    }
+    _show(results)
+    if json_file is not None:
+        write_json(json_file, record)
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    table = Table(title="against plain decoding, same model, same run")
+    for heading in ("method", "tokens/pass", "accept. length", "nodes/pass", "ms/pass", "tokens/s", "speedup", "equal"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for name, row in results.items():
+        speedup = row["speedup"]
+        table.add_row(
+            name,
+            f"{row['call_reduction']:.2f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['nodes_per_pass']:.1f}",
+            f"{1000 * row['seconds_per_pass']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            "-"
+            if speedup["median"] is None
+            else f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})",
+            f"{row['equal_outputs']} of {row['prompts']}",
+        )
+    Console().print(table)

@@ -1,0 +1,71 @@
+"""Tiny random hosts wrapped as streaming models, with adapters that do something."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import zoo
+from forestream.config import StreamConfig
+from forestream.model import StreamingLM
+from forestream.training import training_model
+
+STREAMS = 4
+SMALL: dict[str, Any] = {
+    "streams": STREAMS,
+    "stream_layers": 2,
+    "start_rank": 4,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "scorer_rank": 4,
+}
+
+
+def wrapped(host: str | PreTrainedModel, mode: str = "joint", merge: bool = True, **changes: Any) -> StreamingLM:
+    """A host of the zoo, by name, or another one, with a random adapter; a joint one is merged unless told not to.
+
+    `changes` go to the StreamConfig.
+    """
+    base = zoo.HOSTS[host]() if isinstance(host, str) else host
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = StreamingLM(base, StreamConfig(**{**SMALL, "mode": mode, **changes}))
+        model.add_lora()
+        shake(model, 1)
+    if merge and mode == "joint":
+        model.merge()
+    return model.eval()
+
+
+def trainable(host: str | PreTrainedModel, seed: int = 0, **changes: Any) -> StreamingLM:
+    """A host with an adapter as fresh as training makes it."""
+    base = zoo.HOSTS[host]() if isinstance(host, str) else host
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return training_model(base, StreamConfig(**{**SMALL, **changes}))
+
+
+def shake(model: StreamingLM, seed: int, scale: float = 0.1) -> None:
+    """Fill everything that training would change with random values: fresh LoRA and start maps are the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def trained(model: StreamingLM) -> dict[str, torch.Tensor]:
+    """Copies of everything that training changes, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def prompt(length: int, vocabulary: int = 70, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids that every host of the zoo knows."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
+
+
+def same(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -17,7 +17,12 @@ from forestream.model import StreamingLM
 
 UNKNOWN, END = "<unk>", "<end>"
 CHARACTERS = " \n" + ascii_letters + digits + punctuation
-TRAINED_ON = {"command": "forestream train", "commit": "0123456789ab", "date": "2026-01-31T12:00:00+00:00", "examples": 7}
+TRAINED_ON = {
+    "command": "forestream train",
+    "commit": "0123456789ab",
+    "date": "2026-01-31T12:00:00+00:00",
+    "examples": 7,
+}
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

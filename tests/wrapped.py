@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
+import zoo
 from transformers import PreTrainedModel
 
-import zoo
 from forestream.config import StreamConfig
 from forestream.model import StreamingLM
 from forestream.training import training_model
@@ -48,10 +49,11 @@ def trainable(host: str | PreTrainedModel, seed: int = 0, **changes: Any) -> Str
 
 def shake(model: StreamingLM, seed: int, scale: float = 0.1) -> None:
     """Fill everything that training would change with random values: fresh LoRA and start maps are the identity."""
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                # by name, so that models of other make-up get the same weights where they have the same parts
+                generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 

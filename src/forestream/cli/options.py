@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -150,7 +151,8 @@ def torch_device(name: str) -> str:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"device {name!r} cannot be used ({str(error).splitlines()[0]}); give one that this machine has, such as cpu"
+            f"device {name!r} cannot be used ({str(error).splitlines()[0]}); give one that this machine has, such as "
+            "cpu"
         ) from error
     return name
 
@@ -197,4 +199,7 @@ def load_generator(
     logging.disable_progress_bar()
     name = base or manifest.base.name
     with console.status(f"loading {name} (a first use prepares the base model, once: about half a minute)"):
-        return Generator.from_pretrained(adapter, base, torch_dtype(dtype), settings, torch_device(device))
+        with warnings.catch_warnings():
+            # peft asks transformers for an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+            return Generator.from_pretrained(adapter, base, torch_dtype(dtype), settings, torch_device(device))

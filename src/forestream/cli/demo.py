@@ -1,0 +1,226 @@
+"""`forestream demo`: the same text, written plainly and by forestream, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from forestream.cli import options
+from forestream.cli.output import write_json
+from forestream.cli.writing import ACCEPTED, OWN, figures, heading
+
+if TYPE_CHECKING:
+    from forestream.generation import Generation, Generator
+    from forestream.steps import Counters
+
+PROMPTS: Final = (
+    "name[The Copper Kettle], eatType[coffee shop], food[English], priceRange[cheap], customer rating[high], "
+    "area[riverside], familyFriendly[yes], near[Old Mill Cinema] ->",
+    "name[Marlow's], eatType[pub], food[Italian], priceRange[moderate], area[city centre], familyFriendly[no] ->",
+    "name[Lantern House], eatType[restaurant], food[Chinese], priceRange[more than £30], "
+    "customer rating[5 out of 5], near[The Boat Yard] ->",
+    "name[Fern and Fig], eatType[restaurant], food[French], customer rating[average], area[riverside], "
+    "familyFriendly[yes] ->",
+    "name[The Night Owl], eatType[coffee shop], priceRange[less than £20], customer rating[low], area[city centre], "
+    "near[Saint Anne's] ->",
+)
+"""Made up for this demo, in the form that the shipped adapter was trained on."""
+
+NEAR_TIE: Final = 0.5
+"""Logits this close may change places by rounding: bfloat16 tells numbers between 16 and 32 apart in steps of 1/8."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt, written both ways.
+
+    Attributes:
+        margin: where the texts part, how far apart the logits of the two tokens are; None if the texts are identical.
+    """
+
+    prompt: str
+    plain: Generation
+    ours: Generation
+    margin: float | None
+
+    @property
+    def identical(self) -> str:
+        if self.margin is None:
+            return "yes"
+        return "no (near tie)" if self.margin <= NEAR_TIE else f"no (margin {self.margin:.2f})"
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "plain": {"text": self.plain.text, **figures(self.plain.counters)},
+            "forestream": {"text": self.ours.text, **figures(self.ours.counters)},
+            "speedup": _speedup(self.plain.counters, self.ours.counters),
+            "identical": self.margin is None,
+            "first_difference_margin": self.margin,
+        }
+
+
+def demo(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Your own prompt instead of the five built in; may be given several times."),
+    ] = None,
+    adapter: options.ShippedAdapter = None,
+    base: options.Base = None,
+    dtype: options.DTypeName = options.DType.bfloat16,
+    max_new_tokens: options.MaxNewTokens = 96,
+    nodes: options.Nodes = options.DEFAULTS.nodes,
+    device: options.Device = "cpu",
+    json_file: options.JsonFile = None,
+) -> None:
+    """Watch the same text being written twice: one token a pass, and by drafting ahead.
+
+    The model turns facts about made-up restaurants into sentences, first plainly, then by forestream. Both run the
+    same weights on the same machine, each after one warm-up run; times are those of the passes, drawing is not timed.
+
+    The texts must be identical: drafts only save passes. With --dtype float32 a difference is an error (exit code 1);
+    in bfloat16 rounding may decide between two words that are nearly tied, and the table says so.
+
+    --json writes: prompts (each with plain and forestream: text and figures; speedup, identical,
+    first_difference_margin), total (plain, forestream, speedup, identical), and what it was run with.
+    """
+    folder = options.shipped_adapter(adapter)
+    settings = options.settings_from(nodes=nodes, max_new_tokens=max_new_tokens)
+    generator = options.load_generator(folder, base, dtype, settings, device)
+    console = Console(highlight=False)
+    prompts = tuple(prompt) if prompt else PROMPTS
+    with Console(stderr=True).status("warming up: one text by each method, not counted"):
+        generator.collect(generator.plain_steps(prompts[0]))
+        generator.generate(prompts[0])
+    console.print(_introduction(generator, folder, dtype))
+    pairs = [_compare(generator, console, number, given, len(prompts)) for number, given in enumerate(prompts, 1)]
+    plain, ours = (_sum([getattr(pair, side).counters for pair in pairs]) for side in ("plain", "ours"))
+    console.print(_table(pairs, plain, ours))
+    console.print(_explanation(plain, ours))
+    if json_file is not None:
+        total = {
+            "plain": figures(plain),
+            "forestream": figures(ours),
+            "speedup": _speedup(plain, ours),
+            "identical": all(pair.margin is None for pair in pairs),
+        }
+        record = {**heading(folder, generator), "prompts": [pair.record() for pair in pairs], "total": total}
+        write_json(json_file, record)
+    _judge(pairs, dtype)
+
+
+def _introduction(generator: Generator, folder: Path, dtype: options.DType) -> Text:
+    model, settings = generator.model, generator.settings
+    return Text.assemble(
+        f"adapter {folder.name} ({model.stream_config.mode}, {model.stream_config.streams} streams), {dtype}, "
+        f"draft trees of {settings.nodes} nodes\n",
+        ("drafted, then accepted", ACCEPTED),
+        "   ",
+        ("the main stream's own", OWN),
+    )
+
+
+def _compare(generator: Generator, console: Console, number: int, prompt: str, prompts: int) -> Pair:
+    """Write one prompt both ways, in view."""
+    from forestream.bench.runner import first_difference_margin
+    from forestream.cli.stage import Side, Stage
+    from forestream.data import prompt_ids
+
+    console.print(Text.assemble("\n", (f"{number} of {prompts}  ", "bold"), prompt))
+    sides = Side("plain decoding", generator.text), Side("forestream", generator.text)
+    runs = generator.plain_steps(prompt), generator.steps(prompt)
+    if console.is_terminal:
+        with Stage(console, sides) as stage:
+            plain, ours = (generator.collect(stage.watch(side, run)) for side, run in zip(sides, runs, strict=True))
+    else:
+        plain, ours = (generator.collect(run) for run in runs)
+        for side, generation in zip(sides, (plain, ours), strict=True):
+            for step in generation.steps:
+                side.add(step)
+            console.print(f"{side.title}: {side.speed}")
+            console.print(Padding(side.text, (0, 0, 0, 2)))
+    margin = None
+    if plain.tokens != ours.tokens:
+        ids = prompt_ids(generator.tokenizer, prompt)
+        margin = first_difference_margin(generator.model, ids, plain.tokens, ours.tokens)
+    return Pair(prompt, plain, ours, margin)
+
+
+def _sum(counters: Sequence[Counters]) -> Counters:
+    from forestream.steps import Counters
+
+    total = Counters()
+    for one in counters:
+        total.merge(one)
+    return total
+
+
+def _speedup(plain: Counters, ours: Counters) -> float | None:
+    """Ratio of the decoding speeds; None where nothing was decoded after the prompt pass."""
+    before, after = plain.tokens_per_second, ours.tokens_per_second
+    return round(after / before, 4) if before and after else None
+
+
+def _table(pairs: Sequence[Pair], plain: Counters, ours: Counters) -> Table:
+    table = Table(title="\nplain → forestream", title_style="bold", title_justify="left", show_footer=True)
+    table.add_column("prompt", "total", ratio=1, no_wrap=True, overflow="ellipsis")
+    same = sum(pair.margin is None for pair in pairs)
+    footers = (*_cells(plain, ours), f"{same} of {len(pairs)}")
+    for name, footer in zip(("tokens", "passes", "tokens/s", "speedup", "identical"), footers, strict=True):
+        table.add_column(name, footer, justify="right", no_wrap=True)
+    for pair in pairs:
+        style = "" if pair.margin is None else "yellow"
+        table.add_row(Text(pair.prompt), *_cells(pair.plain.counters, pair.ours.counters), Text(pair.identical, style))
+    return table
+
+
+def _cells(plain: Counters, ours: Counters) -> tuple[str, str, str, str]:
+    speedup = _speedup(plain, ours)
+    tokens = str(ours.generated)
+    return (
+        tokens if plain.generated == ours.generated else f"{plain.generated} → {tokens}",
+        f"{plain.passes} → {ours.passes}",
+        f"{plain.tokens_per_second:.1f} → {ours.tokens_per_second:.1f}",
+        f"{speedup:.2f}x" if speedup else "-",
+    )
+
+
+def _explanation(plain: Counters, ours: Counters) -> str:
+    if not plain.passes or not ours.passes:
+        return "Every text ended with the prompt pass; there was nothing to speed up."
+    cost = (ours.decode_seconds / ours.passes) / (plain.decode_seconds / plain.passes)
+    return (
+        f"A pass of forestream wrote {ours.call_reduction:.2f} tokens on average (call reduction) where plain decoding "
+        f"writes one: {ours.mean_acceptance_length - 1:.2f} drafts accepted and one token of the main stream's own "
+        f"(mean acceptance length {ours.mean_acceptance_length:.2f}), and took {cost:.2f} times as long."
+    )
+
+
+def _judge(pairs: Sequence[Pair], dtype: options.DType) -> None:
+    """Say what a difference means.
+
+    Raises:
+        Exit: code 1, if texts differ in float32.
+    """
+    margins = [pair.margin for pair in pairs if pair.margin is not None]
+    if not margins:
+        return
+    console = Console(stderr=True, highlight=False)
+    where = f"{len(margins)} of {len(pairs)} texts differ; the logits of the two tokens lay {max(margins):.3g} apart"
+    if dtype == options.DType.float32:
+        console.print(
+            f"[bold red]error:[/] {where} at most, and in float32 there must be no difference: please report it"
+        )
+        raise typer.Exit(1)
+    console.print(
+        f"[yellow]{where} at most where the texts part. In bfloat16 rounding decides such cases; "
+        "--dtype float32 gives identical texts.[/]"
+    )

@@ -1,0 +1,92 @@
+"""A run as commands show it: text whose tokens tell where they came from, figures, and the head of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from forestream.generation import Generator
+    from forestream.steps import Counters, Step
+
+ACCEPTED: Final = "green"
+OWN: Final = "yellow"
+PRUNED: Final = "dim strike"
+
+
+class Piece(NamedTuple):
+    """Text that one token added."""
+
+    text: str
+    drafted: bool
+
+
+class Writing:
+    """Text of a run under way. Joined, the pieces are the whole text.
+
+    A character whose bytes are spread over several tokens comes with the last of them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._sent = 0
+
+    def add(self, step: Step) -> list[Piece]:
+        """What the tokens of `step` add; pieces may be empty."""
+        pieces = []
+        for place, token in enumerate(step.tokens):
+            self._tokens.append(token)
+            text = self._decode(self._tokens)
+            last = step.finish is not None and place == len(step.tokens) - 1
+            new = "" if text.endswith("\N{REPLACEMENT CHARACTER}") and not last else text[self._sent :]
+            self._sent += len(new)
+            pieces.append(Piece(new, place < step.accepted))
+        return pieces
+
+
+def coloured(pieces: Sequence[Piece]) -> Text:
+    """Drafted tokens in one colour, the main stream's own in another."""
+    return Text.assemble(*((piece.text, ACCEPTED if piece.drafted else OWN) for piece in pieces))
+
+
+def speed_line(counters: Counters) -> str:
+    """One line of statistics."""
+    return (
+        f"{counters.generated} tokens in {counters.passes} passes after the prompt pass: "
+        f"{counters.call_reduction:.2f} a pass, {counters.tokens_per_second:.1f} tokens/s"
+    )
+
+
+def figures(counters: Counters) -> dict[str, Any]:
+    """Counters as a record, under the names that bench files use."""
+    return {
+        "generated_tokens": counters.generated,
+        "passes": counters.passes,
+        "call_reduction": round(counters.call_reduction, 4),
+        "mean_acceptance_length": round(counters.mean_acceptance_length, 4),
+        "acceptance_by_position": [round(share, 4) for share in counters.acceptance_by_position],
+        "nodes_per_pass": round(counters.nodes_per_pass, 3),
+        "prompt_seconds": round(counters.prompt_seconds, 5),
+        "decode_seconds": round(counters.decode_seconds, 5),
+        "tokens_per_second": round(counters.tokens_per_second, 3),
+    }
+
+
+def heading(adapter: Path, generator: Generator) -> dict[str, Any]:
+    """What every record begins with: adapter, base, dtype, settings and provenance."""
+    from forestream import provenance
+    from forestream.checkpoint import Manifest
+
+    base = Manifest.read(adapter).base
+    dtype = next(generator.model.host.parameters()).dtype
+    return {
+        "adapter": adapter.resolve().name,
+        "base": vars(base),
+        "dtype": str(dtype).removeprefix("torch."),
+        "settings": vars(generator.settings),
+        "provenance": provenance.collect(),
+    }

@@ -1,0 +1,40 @@
+"""What every test gets: no network, a fixed seed, and real data sets only where they are asked for."""
+
+import os
+
+# Before anything imports the hub's client, which reads this once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("oracle")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--data-dir",
+        type=Path,
+        default=None,
+        help="folder that holds the data sets' folders; without it, tests that need real data are skipped",
+    )
+
+
+@pytest.fixture
+def data_dir(request: pytest.FixtureRequest) -> Path:
+    """The folder given with --data-dir; without one, the test is skipped."""
+    folder: Path | None = request.config.getoption("--data-dir")
+    if folder is None:
+        pytest.skip("needs real data sets: give their folder with --data-dir")
+    if not folder.is_dir():
+        pytest.skip(f"needs real data sets: there is no folder {folder}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+    return 0

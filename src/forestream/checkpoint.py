@@ -192,7 +192,9 @@ def load(
     model = StreamingLM(host, manifest.config)
     model.add_lora()
     read_weights(model, folder)
-    model.to(dtype)
+    for parameter in model.parameters():
+        # Parameters only: rotary frequencies are buffers, which stay in float32 whatever the dtype.
+        parameter.data = parameter.data.to(dtype)
     if merge and manifest.config.mode == "joint":
         model.merge()
     return model.eval(), tokenizer

@@ -39,7 +39,7 @@ def decode(
         prompt: token ids, at least one.
         settings: shape of the draft trees; none of them changes the tokens in float32.
         eos: ids that end the text; they are yielded.
-        drafter: replaces the one that `settings` name.
+        drafter: replaces the one that `settings` name; its trees must not be larger than theirs.
 
     Raises:
         PromptError: the prompt is empty or leaves no room before the context limit.

@@ -3,7 +3,7 @@
 EQ    `assert_equal_texts`   speculation writes what plain decoding writes
 NT    `near_tie`             in half precision every token is within a margin of plain decoding's choice
 INV   `assert_no_trace`      rejected drafts and streams leave nothing in the cache
-      `slow_tree_logits`     a packed pass says what ordinary causal sequences say
+      `slow_tree_logits`     what ordinary causal sequences say, which is what a packed pass has to say
       `sees`                 who sees whom, one pair of slots at a time
 
 And drafters that know what comes next: they never, always, sometimes or with a given probability hit it.
@@ -68,6 +68,24 @@ def visible(topology: Topology, carriers: Sequence[int], streams: int) -> Bool[T
     """`sees` for all pairs of slots, query by key."""
     every = slots(topology, carriers, streams)
     return torch.tensor([[sees(topology, carriers, q, k) for k in every] for q in every])
+
+
+# --- which drafts ---------------------------------------------------------------------------------------------
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens behind the root on the way to each node, the root left out."""
+    paths = [tree.topology.path(node) for node in range(1, len(tree.topology))]
+    return [tuple(tree.tokens[node] for node in path[1:]) for path in paths]
+
+
+def best_paths(logits: Float[Tensor, "G V"], count: int) -> list[tuple[int, ...]]:
+    """Of all token paths that G streams can form, the most probable ones; ties to the lowest ids, place by place."""
+    log_probs = (logits - logits.logsumexp(dim=-1, keepdim=True)).tolist()
+    depths = range(1, logits.shape[0] + 1)
+    every = [path for depth in depths for path in product(range(logits.shape[1]), repeat=depth)]
+    score = {path: sum(log_probs[row][token] for row, token in enumerate(path)) for path in every}
+    return sorted(every, key=lambda path: (-score[path], path))[:count]
 
 
 # --- packed equals plain --------------------------------------------------------------------------------------
@@ -194,6 +212,37 @@ def _mains_untouched(model: StreamingLM) -> Iterator[None]:
         parameter.requires_grad_(trained)
 
 
+@torch.no_grad()
+def assert_packed_equals_plain(
+    model: StreamingLM,
+    text: Sequence[int],
+    tree: DraftTree,
+    carriers: Sequence[int],
+    streams: int,
+    tolerance: float = 1e-4,
+) -> float:
+    """One packed pass over `tree` behind `text` gives every node, and every carrier's streams, their plain logits.
+
+    In float32, up to `tolerance` of the largest logit. Returns the largest difference as such a share.
+    """
+    pack = Pack.tree(tree.topology, carriers, streams)
+    cache = prefilled(model, text, spare=len(pack)) if text else model.new_cache(len(pack))
+    output = model(torch.tensor([tree.tokens]), pack, cache)
+    worst = 0.0
+    for node in range(len(tree.topology)):
+        path = [tree.tokens[step] for step in tree.topology.path(node)]
+        carried = streams if node in carriers else 0
+        mains, ahead = slow_tree_logits(model, text, path, carried)
+        pairs = [("main", output.main[0, node], mains[-1])]
+        for j in range(carried):
+            pairs.append((f"stream {j + 1}", output.streams[0, j, carriers.index(node)], ahead[j]))
+        for name, state, wanted in pairs:
+            off, largest = float((model.logits(state) - wanted).abs().max()), float(wanted.abs().max())
+            assert off <= tolerance * largest, f"{name} of node {node}: logits differ by {off:.3g} of {largest:.3g}"
+            worst = max(worst, off / largest)
+    return worst
+
+
 # --- EQ: speculation writes what plain decoding writes ----------------------------------------------------------
 
 
@@ -264,14 +313,20 @@ def plain_logits(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[int
 # --- INV: no trace in the cache ---------------------------------------------------------------------------------
 
 
-def assert_no_trace(cache_a: StreamCache, cache_b: StreamCache, atol: float = 1e-5) -> None:
-    """INV: both caches hold the same committed text, layer by layer, in float32."""
+def assert_no_trace(cache_a: StreamCache, cache_b: StreamCache, tolerance: float = 1e-5) -> None:
+    """INV: both caches hold the same committed text, layer by layer.
+
+    In float32, up to `tolerance` of a layer's largest entry: passes of other sizes round differently.
+    """
     assert cache_a.committed == cache_b.committed, "committed lengths differ"
     layers = len(cache_a._keys)
     assert layers == len(cache_b._keys), "numbers of layers differ"
     for layer in range(layers):
         for what, a, b in zip(("keys", "values"), cache_a.content(layer), cache_b.content(layer), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m, w=what, i=layer: f"{w} {i}: {m}")
+            assert a.shape == b.shape, f"{what} of layer {layer}: shapes {a.shape} and {b.shape} differ"
+            if a.numel():
+                off, largest = float((a - b).abs().max()), float(b.abs().max())
+                assert off <= tolerance * largest, f"{what} of layer {layer} differ by {off:.3g} of {largest:.3g}"
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ from string import ascii_letters, digits, punctuation
 from typing import Any
 
 import torch
-import zoo
 from peft.tuners.lora import LoraLayer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import zoo
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
 from forestream.config import StreamConfig

@@ -5,9 +5,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import zoo
 from transformers import PreTrainedModel
 
+import zoo
 from forestream.config import StreamConfig
 from forestream.model import StreamingLM
 from forestream.training import training_model

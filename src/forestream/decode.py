@@ -76,8 +76,9 @@ def decode(
         finish = finish_reason(tokens, written, limit, eos)
         if not finish and streams:
             logits = stream_logits(model, checked, streams, cache)
-        path = tuple(checked.kept[node] for node in checked.verdict.path)
-        accepted = min(len(tokens), len(path) - 1)
+        # The end of the text may be a draft: what was verified behind it is not written.
+        accepted = min(len(tokens), len(checked.verdict.path) - 1)
+        path = tuple(checked.kept[node] for node in checked.verdict.path[: accepted + 1])
         step = Step(tokens, accepted, perf_counter() - began, tree, checked.kept, path, finish)
 
 

@@ -16,12 +16,12 @@ class Step:
     """The outcome of one pass.
 
     Attributes:
-        tokens: new tokens, 1 to G + 1 of them; the last one is the main stream's own.
+        tokens: new tokens, 1 to G + 1 of them. The last one is the main stream's own, unless a draft ended the text.
         accepted: how many of them were drafted and accepted.
         seconds: wall clock of the pass with everything that belongs to it.
         tree: the draft tree that was checked; None for the prompt pass.
         kept: its nodes that survived pruning.
-        path: its nodes that were verified, from the root.
+        path: its nodes that were verified and written, from the root.
         finish: why decoding ended with this step, or None.
     """
 

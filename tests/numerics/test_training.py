@@ -325,4 +325,3 @@ def test_examples_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> 
     assert (report["examples"], report["left_out_as_too_long"]) == (kept, 40 - kept)
     with pytest.raises(DataError, match="none of 40 examples has at most 1 tokens"):
         run(model, tmp_path / "none", max_length=1)
-

@@ -10,7 +10,10 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from forestream.cli.bench import bench
+from forestream.cli.demo import demo
 from forestream.cli.evaluate import evaluate
+from forestream.cli.generate import generate
+from forestream.cli.inspect import inspect_adapter
 from forestream.cli.train import train
 from forestream.errors import ForestreamError
 
@@ -31,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 
@@ -39,6 +43,9 @@ def main() -> None:
     """Speculative Streaming: a model that drafts its own next tokens while it checks the last ones."""
 
 
+app.command()(demo)
+app.command()(generate)
+app.command("inspect")(inspect_adapter)
 app.command()(train)
 app.command()(evaluate)
 app.command()(bench)

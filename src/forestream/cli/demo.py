@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +36,8 @@ PROMPTS: Final = (
 
 NEAR_TIE: Final = 0.5
 """Logits this close may change places by rounding: bfloat16 tells numbers between 16 and 32 apart in steps of 1/8."""
+
+_FIGURES: Final = 68  # columns that the table needs beside the prompts
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def demo(
     console.print(_introduction(generator, folder, dtype))
     pairs = [_compare(generator, console, number, given, len(prompts)) for number, given in enumerate(prompts, 1)]
     plain, ours = (_sum([getattr(pair, side).counters for pair in pairs]) for side in ("plain", "ours"))
-    console.print(_table(pairs, plain, ours))
+    console.print(_table(pairs, plain, ours, console.width))
     console.print(_explanation(plain, ours))
     if json_file is not None:
         total = {
@@ -134,7 +136,7 @@ def _compare(generator: Generator, console: Console, number: int, prompt: str, p
     from forestream.cli.stage import Side, Stage
     from forestream.data import prompt_ids
 
-    console.print(Text.assemble("\n", (f"{number} of {prompts}  ", "bold"), prompt))
+    console.print(Text.assemble("\n", (f"{number} of {prompts}  ", "bold"), prompt), soft_wrap=not console.is_terminal)
     sides = Side("plain decoding", generator.text), Side("forestream", generator.text)
     runs = generator.plain_steps(prompt), generator.steps(prompt)
     if console.is_terminal:
@@ -145,8 +147,7 @@ def _compare(generator: Generator, console: Console, number: int, prompt: str, p
         for side, generation in zip(sides, (plain, ours), strict=True):
             for step in generation.steps:
                 side.add(step)
-            console.print(f"{side.title}: {side.speed}")
-            console.print(Padding(side.text, (0, 0, 0, 2)))
+            console.print(Text.assemble(f"{side.title}: {side.speed}\n  ", side.text), soft_wrap=True)
     margin = None
     if plain.tokens != ours.tokens:
         ids = prompt_ids(generator.tokenizer, prompt)
@@ -169,9 +170,10 @@ def _speedup(plain: Counters, ours: Counters) -> float | None:
     return round(after / before, 4) if before and after else None
 
 
-def _table(pairs: Sequence[Pair], plain: Counters, ours: Counters) -> Table:
-    table = Table(title="\nplain → forestream", title_style="bold", title_justify="left", show_footer=True)
-    table.add_column("prompt", "total", ratio=1, no_wrap=True, overflow="ellipsis")
+def _table(pairs: Sequence[Pair], plain: Counters, ours: Counters, width: int) -> Table:
+    title = "\nplain → forestream"
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_footer=True)
+    table.add_column("prompt", "total", width=max(12, width - _FIGURES), no_wrap=True, overflow="ellipsis")
     same = sum(pair.margin is None for pair in pairs)
     footers = (*_cells(plain, ours), f"{same} of {len(pairs)}")
     for name, footer in zip(("tokens", "passes", "tokens/s", "speedup", "identical"), footers, strict=True):
@@ -197,10 +199,13 @@ def _explanation(plain: Counters, ours: Counters) -> str:
     if not plain.passes or not ours.passes:
         return "Every text ended with the prompt pass; there was nothing to speed up."
     cost = (ours.decode_seconds / ours.passes) / (plain.decode_seconds / plain.passes)
+    speedup = _speedup(plain, ours)
     return (
-        f"A pass of forestream wrote {ours.call_reduction:.2f} tokens on average (call reduction) where plain decoding "
-        f"writes one: {ours.mean_acceptance_length - 1:.2f} drafts accepted and one token of the main stream's own "
-        f"(mean acceptance length {ours.mean_acceptance_length:.2f}), and took {cost:.2f} times as long."
+        f"forestream needed {ours.passes} passes for {ours.generated} tokens (call reduction "
+        f"{ours.call_reduction:.2f}): a pass writes the main stream's own next token and, on average, "
+        f"{ours.mean_acceptance_length - 1:.2f} drafts that it accepts (mean acceptance length "
+        f"{ours.mean_acceptance_length:.2f}). It took {cost:.2f} times as long as a plain pass, so in all the text "
+        f"came {speedup:.2f} times as fast."
     )
 
 
@@ -214,13 +219,14 @@ def _judge(pairs: Sequence[Pair], dtype: options.DType) -> None:
     if not margins:
         return
     console = Console(stderr=True, highlight=False)
-    where = f"{len(margins)} of {len(pairs)} texts differ; the logits of the two tokens lay {max(margins):.3g} apart"
+    where = (
+        f"{len(margins)} of {len(pairs)} texts differ; where they part, the two tokens' logits lay up to "
+        f"{max(margins):.3g} apart"
+    )
     if dtype == options.DType.float32:
-        console.print(
-            f"[bold red]error:[/] {where} at most, and in float32 there must be no difference: please report it"
-        )
+        console.print(f"[bold red]error:[/] {where}; in float32 there must be no difference, please report it")
         raise typer.Exit(1)
     console.print(
-        f"[yellow]{where} at most where the texts part. In bfloat16 rounding decides such cases; "
-        "--dtype float32 gives identical texts.[/]"
+        f"[yellow]{where}. In bfloat16 rounding decides between tokens that are nearly tied; --dtype float32 gives "
+        "identical texts.[/]"
     )

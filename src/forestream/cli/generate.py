@@ -54,9 +54,11 @@ def generate(
     """Write after one or several prompts.
 
     Texts go to stdout, one after the other; a line of statistics goes to stderr. Settings of the draft tree change
-    the speed, never the text.
+    the speed; in float32 they never change the text.
 
-    Example: forestream generate --adapter adapters/e2e "name[Aromi], eatType[coffee shop], area[riverside] ->"
+    --json writes: generations (each with prompt, text, tokens, finish and figures), total, and what it was run with.
+
+    Example: forestream generate --adapter adapters/e2e "name[The Copper Kettle], eatType[pub], area[riverside] ->"
     """
     settings = options.settings_from(
         tree=tree,

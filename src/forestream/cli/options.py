@@ -198,8 +198,8 @@ def load_generator(
     manifest = Manifest.read(adapter)  # before anything that takes long
     logging.disable_progress_bar()
     name = base or manifest.base.name
-    with console.status(f"loading {name} (a first use prepares the base model, once: about half a minute)"):
-        with warnings.catch_warnings():
-            # peft asks transformers for an attribute that transformers has renamed.
-            warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
-            return Generator.from_pretrained(adapter, base, torch_dtype(dtype), settings, torch_device(device))
+    spinner = console.status(f"loading {name} (a first use prepares the base model, once: about half a minute)")
+    with spinner, warnings.catch_warnings():
+        # peft asks transformers for an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        return Generator.from_pretrained(adapter, base, torch_dtype(dtype), settings, torch_device(device))

@@ -9,19 +9,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
+
+from forestream.cli import options
 
 
 class Mode(StrEnum):
     joint = "joint"
     lossless = "lossless"
-
-
-class DType(StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
 
 
 def train(
@@ -47,7 +43,9 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     stream_weight: Annotated[float, typer.Option(help="alpha_j of the joint loss, the same for all streams.")] = 0.1,
     share: Annotated[float, typer.Option(help="Share of the completion positions that carry streams.")] = 1.0,
-    dtype: Annotated[DType, typer.Option(help="Compute dtype; adapter weights stay float32.")] = DType.bfloat16,
+    dtype: Annotated[
+        options.DType, typer.Option(help="Compute dtype; adapter weights stay float32.")
+    ] = options.DType.bfloat16,
     seed: Annotated[int, typer.Option(help="Of the example order and the fresh weights.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
@@ -59,6 +57,8 @@ def train(
 
     Example: forestream train --task e2e --data-dir data --output adapters/e2e --examples 4800
     """
+    import torch
+
     from forestream import checkpoint, provenance
     from forestream.bases import fingerprint, load_base
     from forestream.config import StreamConfig
@@ -68,13 +68,13 @@ def train(
     from forestream.training import TrainConfig, fit, training_model
 
     config = TrainConfig(
-        epochs, batch_size, accumulate, learning_rate, share=share, dtype=dtype, seed=seed, save_every=save_every
+        epochs, batch_size, accumulate, learning_rate, share=share, dtype=dtype.value, seed=seed, save_every=save_every
     )
     loss = LossConfig(stream=stream_weight)
     chosen = get_task(task)
     rows = chosen.examples("train", data_dir)
     random.Random(seed).shuffle(rows)
-    host, tokenizer = load_base(base, getattr(torch, dtype))
+    host, tokenizer = load_base(base, options.torch_dtype(dtype))
     origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host))
     layers = stream_layers or max(1, host.config.num_hidden_layers // 2)
     torch.manual_seed(seed)

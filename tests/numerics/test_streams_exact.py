@@ -1,0 +1,413 @@
+"""Packed equals plain, in float32: tree passes, their streams and the cache behind them, against slow oracles.
+
+Logits of the tiny hosts reach several units; where the packed pass and the oracle do the same sums in another order
+they differ by about 1e-6 of that. INV is stricter: whether streams are there makes no bit of difference to main
+states as long as the kernels take their rows one by one, so a few units in the last place are allowed and no more.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forestream.baseline import plain
+from forestream.cache import StreamCache
+from forestream.config import DecodeSettings
+from forestream.decode import decode
+from forestream.drafting import drafter_for
+from forestream.model import StreamingLM
+from forestream.packing import Pack
+from forestream.pruning import KeepAbove, KeepBest, edge_scores
+from forestream.steps import tokens_of
+from forestream.topology import Topology
+from oracle import Prophet, assert_no_trace, prefilled, slow_tree_logits
+from wrapped import STREAMS, prompt, wrapped
+from zoo import HOSTS, WINDOW, custom
+
+every_host = pytest.mark.parametrize("host", HOSTS)
+both_modes = pytest.mark.parametrize("mode", ["joint", "lossless"])
+
+TREE = Topology((-1, 0, 0, 1, 1, 2, 4))
+TOKENS = (11, 5, 6, 7, 8, 9, 3)
+CLOSE = 2e-5
+
+
+def close(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Within CLOSE, or as much of the largest logit where that is larger than 1."""
+    scale = max(1.0, float(wanted.abs().max()))
+    difference = float((found - wanted).abs().max())
+    assert difference <= CLOSE * scale, f"{what} differ by {difference:.3g}; the largest is {scale:.3g}"
+
+
+@torch.no_grad()
+def tree_pass(
+    model: StreamingLM,
+    text: Sequence[int],
+    carriers: Sequence[int] = tuple(range(7)),
+    streams: int = 3,
+    tokens: Sequence[int] = TOKENS,
+    topology: Topology = TREE,
+    prune: Any = None,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Logits of main [N,V] and of streams [G,C,V] of a packed pass behind `text`, and the nodes that survived."""
+    cache = prefilled(model, text, spare=len(topology) * (1 + streams))
+    pack = Pack.tree(topology, carriers, streams)
+    output = model(torch.tensor([list(tokens)]), pack, cache, prune, topology)
+    return model.logits(output.main[0]), model.logits(output.streams[0]), output.kept
+
+
+def against_the_oracle(model: StreamingLM, text: Sequence[int], carriers: Sequence[int], streams: int) -> None:
+    main, ahead, _ = tree_pass(model, text, carriers, streams)
+    for node in range(len(TREE)):
+        path = TREE.path(node)
+        slow_main, slow_ahead = slow_tree_logits(model, text, [TOKENS[n] for n in path], streams)
+        close(main[list(path)], slow_main, f"main logits down to node {node}")
+        if node in carriers:
+            place = carriers.index(node)
+            close(ahead[:, place], slow_ahead, f"stream logits of node {node}")
+
+
+# --- packed equals plain ------------------------------------------------------------------------------------
+
+
+@both_modes
+@every_host
+def test_every_node_and_every_stream_is_that_of_a_plain_sequence(host: str, mode: str) -> None:
+    model = wrapped(host, mode)
+    for length in (1, 2 * WINDOW + 1):
+        against_the_oracle(model, prompt(length), range(7), 3)
+    against_the_oracle(model, prompt(5), (1, 4, 6), STREAMS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"value_rotation": True, "rotation_angle": 0.7},
+        {"value_rotation": True, "mode": "lossless"},
+        {"start": "low_rank"},
+        {"start": "low_rank", "value_rotation": True, "rotation_angle": 1.1, "positions": "same"},
+        {"positions": "same", "mode": "lossless"},
+        {"stream_layers": 1},
+        {"stream_layers": 4, "mode": "lossless"},
+        {"merge": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("host", ["llama", "opt-post", "gemma3", "gpt_neox-sequential", "gpt2"])
+def test_every_kind_of_streams_is_exact(host: str, changes: dict[str, Any]) -> None:
+    against_the_oracle(wrapped(host, **changes), prompt(9), (0, 2, 3, 6), 3)
+
+
+@every_host
+@torch.no_grad()
+def test_the_prompts_last_token_carries_the_streams_of_the_oracle(host: str) -> None:
+    """Prefill is a chain whose only carrier is its last token; rows of a training pass have a carrier each."""
+    model, text = wrapped(host), prompt(2 * WINDOW + 2)
+    ids = torch.tensor([text, text])
+    carriers = torch.tensor([[len(text) - 1, 3], [0, 9]])
+    output = model(ids, Pack.text(len(text), carriers, STREAMS))
+    main, ahead = model.logits(output.main), model.logits(output.streams)
+    for row, place in product(range(2), range(2)):
+        node = int(carriers[row, place])
+        slow_main, slow_ahead = slow_tree_logits(model, text[:1], text[1 : node + 1] or (), STREAMS)
+        if node:
+            close(main[row, 1 : node + 1], slow_main, f"main logits up to {node}")
+            close(ahead[row, :, place], slow_ahead, f"streams of {node} in row {row}")
+
+
+# --- streams are invisible, siblings too ----------------------------------------------------------------------
+
+
+@both_modes
+@every_host
+def test_main_states_do_not_know_of_streams(host: str, mode: str) -> None:
+    """INV."""
+    model = wrapped(host, mode)
+    for text in (prompt(1), prompt(2 * WINDOW + 1)):
+        alone, _, _ = tree_pass(model, text, (), 0)
+        for carriers, streams in (((0,), 1), ((2, 5), 3), (range(7), STREAMS)):
+            beside, _, _ = tree_pass(model, text, carriers, streams)
+            scale = max(1.0, float(alone.abs().max()))
+            assert float((alone - beside).abs().max()) <= 1e-6 * scale * 4
+
+
+@both_modes
+@every_host
+def test_a_sibling_changes_nothing(host: str, mode: str) -> None:
+    """Changing node 2 changes nodes 2 and 5 with their streams and no bit of the others'."""
+    model, text = wrapped(host, mode), prompt(9)
+    main, ahead, _ = tree_pass(model, text)
+    other_main, other_ahead, _ = tree_pass(model, text, tokens=(*TOKENS[:2], 40, *TOKENS[3:]))
+    below, others = [2, 5], [0, 1, 3, 4, 6]
+    assert torch.equal(main[others], other_main[others])
+    assert torch.equal(ahead[:, others], other_ahead[:, others])
+    assert float((main[below] - other_main[below]).abs().amax(-1).min()) > 1e-2
+    assert float((ahead[:, below] - other_ahead[:, below]).abs().amax(-1).min()) > 1e-3
+
+
+def test_streams_differ_from_each_other_and_from_their_carrier() -> None:
+    """Else the comparisons above would show little."""
+    for host in HOSTS:
+        main, ahead, _ = tree_pass(wrapped(host, "lossless"), prompt(9))
+        rows = torch.cat([main[None], ahead])
+        for a, b in ((0, 1), (1, 2), (2, 3)):
+            assert float((rows[a] - rows[b]).abs().amax(-1).min()) > 1e-2, host
+
+
+# --- fused is deferred ----------------------------------------------------------------------------------------
+
+
+@both_modes
+@every_host
+def test_fused_and_deferred_streams_draft_the_same(host: str, mode: str) -> None:
+    model = wrapped(host, mode)
+    text = tokens_of(list(plain(model, prompt(6), DecodeSettings(max_new_tokens=16))))
+    for tree in ({"nodes": 12}, {"tree": "full", "k": 2}, {"nodes": 12, "prune_to": 5}):
+        drafts = []
+        for carriers in ("fused", "deferred"):
+            settings = DecodeSettings(max_new_tokens=16, carriers=carriers, **tree)
+            drafter = Prophet(drafter_for(settings), prompt(6) + text, 0.5)
+            steps = list(decode(model, prompt(6), settings, drafter=drafter))
+            drafts.append([(step.tree, step.kept, step.path) for step in steps])
+        assert drafts[0] == drafts[1]
+
+
+@both_modes
+@every_host
+@torch.no_grad()
+def test_streams_behind_the_committed_text_are_those_of_the_pass(host: str, mode: str) -> None:
+    model, text = wrapped(host, mode), prompt(11)
+    cache = prefilled(model, text, spare=40)
+    output = model(torch.tensor([TOKENS]), Pack.tree(TREE, range(7), STREAMS), cache)
+    path = TREE.path(6)
+    cache.commit(range(4), path)
+    cache.advance(len(path))
+    behind = model.streams_behind(output.trunk[:, 6:7], STREAMS, cache)
+    close(model.logits(behind[0]), model.logits(output.streams[0, :, 6]), "deferred and fused streams")
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------
+
+
+@both_modes
+@pytest.mark.parametrize("host", HOSTS)
+def test_survivors_are_as_if_nothing_had_been_pruned(host: str, mode: str) -> None:
+    model, text = wrapped(host, mode), prompt(WINDOW + 3)
+    main, ahead, kept = tree_pass(model, text)
+    assert kept == tuple(range(7))
+    for survivors in ((0,), (0, 1, 4, 6), (0, 2, 5), (0, 1, 2, 3, 4, 5)):
+        pruned_main, pruned_ahead, kept = tree_pass(model, text, prune=lambda _, keep=survivors: keep)
+        assert kept == survivors
+        close(pruned_main, main[list(survivors)], f"main logits of {survivors}")
+        close(pruned_ahead, ahead[:, list(survivors)], f"streams of {survivors}")
+
+
+@pytest.mark.parametrize("host", ["llama", "opt-post", "gemma3"])
+@torch.no_grad()
+def test_edges_are_scored_by_the_exit_at_the_parent(host: str) -> None:
+    """p(child | parent), from the parent's state on its way into the stream layers, scorer, final norm and head."""
+    model, text = wrapped(host), prompt(7)
+    seen: list[list[float]] = []
+
+    def prune(trunk: Tensor) -> tuple[int, ...]:
+        seen.append(edge_scores(TREE, TOKENS, model.exit_logits(trunk[0])))
+        return KeepBest(4)(TREE, seen[0])
+
+    _, _, kept = tree_pass(model, text, prune=prune)
+    assert model.scorer is not None
+    wanted = [1.0]
+    for node in range(1, 7):
+        path = [*text, *(TOKENS[n] for n in TREE.path(TREE.parents[node]))]
+        states = model.port.embed(torch.tensor([path]), torch.arange(len(path))[None])
+        mask = torch.full((1, 1, len(path), len(path)), torch.finfo(torch.float32).min).triu(1)
+        for i in model.trunk_layers:
+            rotary = model.port.rotary(states, torch.arange(len(path))[None], i)
+            window = model.port.window(i)
+            banded = (
+                mask if window is None else mask + torch.full_like(mask, torch.finfo(torch.float32).min).tril(-window)
+            )
+            states = model.port.run(
+                i, states, banded.clamp(min=torch.finfo(torch.float32).min), torch.arange(len(path))[None], rotary, None
+            )
+        last = states[0, -1]
+        adapted = last + last @ model.scorer.down @ model.scorer.up
+        wanted.append(float(model.port.head(model.port.finish(adapted)).softmax(-1)[TOKENS[node]]))
+    assert seen[0] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+    assert len(kept) == 4
+    threshold = sorted(wanted)[3]
+    assert set(KeepAbove(threshold)(TREE, wanted)) >= {0, 1, 3}
+
+
+# --- commit is replay -------------------------------------------------------------------------------------------
+
+
+@both_modes
+@every_host
+def test_after_every_step_the_cache_is_a_fresh_prefill(host: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, start = wrapped(host, mode), prompt(WINDOW - 2)
+    text = tokens_of(list(plain(model, start, DecodeSettings(max_new_tokens=14))))
+    caches: list[StreamCache] = []
+    make = model.new_cache
+
+    def watched(capacity: int) -> StreamCache:
+        caches.append(make(capacity))
+        return caches[-1]
+
+    for choices in (
+        {"nodes": 12, "carriers": "fused"},
+        {"nodes": 12, "prune_to": 6, "carriers": "deferred"},
+        {"tree": "full", "k": 2, "prune_below": 1e-4, "carriers": "fused"},
+    ):
+        settings = DecodeSettings(max_new_tokens=14, **choices)
+        drafter = Prophet(drafter_for(settings), start + text, 0.7)
+        monkeypatch.setattr(model, "new_cache", watched)
+        run = decode(model, start, settings, drafter=drafter)
+        written: list[int] = []
+        accepted = 0
+        for step in run:
+            monkeypatch.setattr(model, "new_cache", make)
+            written += step.tokens
+            accepted += step.accepted
+            # the last token is the next root: it is not in the cache yet
+            known = [*start, *written[:-1]]
+            assert caches[-1].committed == len(known)
+            assert_no_trace(caches[-1], prefilled(model, known), atol=3e-5)
+        assert accepted >= 2
+        assert tuple(written) == text
+
+
+def test_the_comparison_of_caches_notices_a_shifted_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = wrapped("llama"), prompt(8)
+    for shift in (0, 1):
+        with torch.no_grad():
+            cache = prefilled(model, text, spare=40)
+            model(torch.tensor([TOKENS]), Pack.tree(TREE, range(7), 2), cache)
+            cache.commit(range(4), [0, 1, 4 - shift])
+            cache.advance(3)
+        replayed = prefilled(model, [*text, TOKENS[0], TOKENS[1], TOKENS[4]])
+        if shift:
+            with pytest.raises(AssertionError, match="keys 0"):
+                assert_no_trace(cache, replayed)
+        else:
+            assert_no_trace(cache, replayed)
+
+
+# --- rotary tables that change with the length --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@torch.no_grad()
+def test_streams_beyond_the_border_do_not_disturb_the_main_states(kind: str) -> None:
+    if kind == "dynamic":
+        rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        host = custom("llama", num_key_value_heads=2, max_position_embeddings=24, rope_parameters=rope)
+    else:
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 6,
+            "long_factor": [4.0] * 6,
+            "original_max_position_embeddings": 24,
+        }
+        host = custom("phi3", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=24)
+    model, text = wrapped(host), prompt(20)
+    # depths 0..3 behind 20 tokens reach position 23, the last one before the border; streams reach 27
+    alone, _, _ = tree_pass(model, text, (), 0)
+    beside, _, _ = tree_pass(model, text, range(7), STREAMS)
+    again, _, _ = tree_pass(model, text, (), 0)
+    assert float((alone - beside).abs().max()) <= 1e-5
+    assert torch.equal(alone, again)
+    ids = torch.tensor([[*text, *(TOKENS[n] for n in TREE.path(6))]])
+    close(alone[list(TREE.path(6))], model.port.model(ids, use_cache=False).logits[0, 20:], "main logits")
+
+
+# --- the oracle notices ---------------------------------------------------------------------------------------------
+
+
+def _edge(query: int, key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pack.visible.func  # type: ignore[attr-defined]
+
+    def wrong(pack: Pack) -> Tensor:
+        seen: Tensor = right(pack).clone()
+        if len(pack) > max(query, key) and pack.mains == len(TREE):
+            seen[:, query, key] ^= True
+        return seen
+
+    monkeypatch.setattr(Pack, "visible", property(wrong))
+
+
+def _stream_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pack.positions
+    monkeypatch.setattr(Pack, "positions", lambda pack, *a: right(pack, *a) + (pack.indices > 0))
+
+
+def _starts_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forestream.streams import StreamStart
+
+    right = StreamStart.forward
+
+    def wrong(start: StreamStart, mains: Tensor, streams: int) -> Tensor:
+        states = right(start, mains, streams).unflatten(1, (streams, -1))
+        return states.flip(1).flatten(1, 2)
+
+    monkeypatch.setattr(StreamStart, "forward", wrong)
+
+
+def _gate_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forestream.streams import SlotGate
+
+    right = SlotGate._gate
+
+    def wrong(gate: SlotGate, *rest: Any) -> Tensor:
+        gate.mains, kept = max(gate.mains - 1, 0), gate.mains
+        outcome = right(gate, *rest)
+        gate.mains = kept
+        return outcome
+
+    monkeypatch.setattr(SlotGate, "_gate", wrong)
+
+
+def _no_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forestream.model.rotate_values", lambda values, indices, angle: values)
+
+
+SIBLING, ANCESTOR = partial(_edge, 4, 3), partial(_edge, 6, 1)
+# 7 mains, then streams 1 of the seven nodes, then streams 2
+FOREIGN_STREAM, LATER_STREAM, MAIN_SEES_STREAM = partial(_edge, 8, 7), partial(_edge, 7, 14), partial(_edge, 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        (SIBLING, {}),
+        (ANCESTOR, {}),
+        (FOREIGN_STREAM, {}),
+        (LATER_STREAM, {}),
+        (MAIN_SEES_STREAM, {}),
+        (_stream_positions, {}),
+        (_starts_swapped, {}),
+        (_gate_off_by_one, {"mode": "lossless"}),
+        (_no_rotation, {"value_rotation": True, "rotation_angle": 0.7}),
+    ],
+    ids=[
+        "sibling",
+        "ancestor",
+        "foreign stream",
+        "later stream",
+        "main sees stream",
+        "positions",
+        "starts",
+        "gate",
+        "rotation",
+    ],
+)
+def test_the_oracle_notices(fault: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault_model = wrapped("llama", **changes)
+    against_the_oracle(fault_model, prompt(9), range(7), 2)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="differ by"):
+        against_the_oracle(fault_model, prompt(9), range(7), 2)

@@ -1,0 +1,174 @@
+"""Draft trees from stream logits: the full form node by node, the budget form against all paths there are."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from forestream.config import DecodeSettings
+from forestream.drafting import BudgetTree, DraftTree, FullTree, drafter_for, largest_tree
+from forestream.errors import ConfigError
+from forestream.topology import Topology, chain
+from oracle import best_paths, paths_of
+
+ROOT = 99
+
+
+def ranked(row: Tensor) -> list[int]:
+    """Token ids, best first, ties to the lowest id."""
+    values = row.tolist()
+    return sorted(range(len(values)), key=lambda token: (-values[token], token))
+
+
+# --- the tree itself ------------------------------------------------------------------------------------------
+
+
+def test_siblings_must_differ_and_cousins_need_not() -> None:
+    topology = Topology((-1, 0, 0, 1, 2))
+    assert DraftTree(topology, (1, 2, 3, 4, 4)).tokens == (1, 2, 3, 4, 4)
+    with pytest.raises(ConfigError, match="siblings must differ"):
+        DraftTree(topology, (1, 2, 2, 4, 4))
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2), (1, 2, 3, 4)])
+def test_every_node_has_a_token(tokens: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{len(tokens)} tokens for a tree of 3 nodes"):
+        DraftTree(chain(3), tokens)
+
+
+def test_a_subset_takes_its_tokens_along() -> None:
+    tree = DraftTree(Topology((-1, 0, 0, 1, 2)), (1, 2, 3, 4, 5))
+    assert tree.subset((0, 2, 4)) == DraftTree(chain(3), (1, 3, 5))
+    with pytest.raises(ConfigError, match="without their parents"):
+        tree.subset((0, 4))
+
+
+# --- full -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", range(4))
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_full_tree_puts_the_k_best_of_each_stream_under_every_node_of_the_level_above(k: int, streams: int) -> None:
+    logits = torch.randn(streams, 11)
+    tree = FullTree(k)([3, ROOT], logits)
+    assert len(tree.topology) == sum(k**level for level in range(streams + 1)) == len(tree.tokens)
+    assert tree.tokens[0] == ROOT
+    assert list(tree.topology.depths) == sorted(tree.topology.depths)
+    for node, children in enumerate(tree.topology.children):
+        depth = tree.topology.depths[node]
+        expected = ranked(logits[depth])[:k] if depth < streams else []
+        assert [tree.tokens[child] for child in children] == expected
+
+
+def test_a_full_tree_has_at_most_the_vocabulary_as_siblings() -> None:
+    tree = FullTree(5)([ROOT], torch.tensor([[1.0, 3.0, 2.0]]))
+    assert tree.tokens == (ROOT, 1, 2, 0)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 5, 64, 1000])
+def test_a_full_tree_breaks_exact_ties_by_the_lowest_id(vocabulary: int) -> None:
+    logits = torch.zeros(2, vocabulary)
+    logits[1, 1:] = 1.0
+    assert FullTree(2)([ROOT], logits).tokens == (ROOT, 0, 1, 1, 2, 1, 2)
+
+
+# --- budget ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8, 13, 40, 200])
+def test_a_budget_tree_holds_the_most_probable_of_all_paths(nodes: int, streams: int) -> None:
+    for scale in (0.5, 3.0):
+        logits = torch.randn(streams, 4) * scale
+        tree = BudgetTree(nodes)([ROOT], logits)
+        assert set(paths_of(tree)) == set(best_paths(logits, nodes - 1))
+        assert len(tree.tokens) == min(nodes, 1 + sum(4**level for level in range(1, streams + 1)))
+
+
+def test_a_certain_stream_makes_a_chain_and_an_uncertain_one_a_bush() -> None:
+    certain, flat = torch.tensor([9.0, 0.0, 0.0, 0.0]), torch.tensor([0.3, 0.2, 0.1, 0.0])
+    assert BudgetTree(4)([ROOT], certain.expand(3, -1)).topology == chain(4)
+    assert BudgetTree(5)([ROOT], flat.expand(3, -1)).topology == Topology((-1, 0, 0, 0, 0))
+
+
+def test_the_first_children_are_the_most_probable_ones() -> None:
+    """Pruning relies on it: the path of first children is the best draft."""
+    logits = torch.randn(3, 6)
+    tree = BudgetTree(12)([ROOT], logits)
+    for node, children in enumerate(tree.topology.children):
+        tokens = [tree.tokens[child] for child in children]
+        best = ranked(logits[tree.topology.depths[node]]) if children else []
+        assert tokens == best[: len(tokens)]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 5, 10, 64, 1000])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_exact_ties_among_siblings_go_to_the_lowest_id(nodes: int, vocabulary: int) -> None:
+    tree = BudgetTree(nodes)([ROOT], torch.zeros(1, vocabulary))
+    assert tree.tokens == (ROOT, *range(nodes - 1))
+
+
+def test_exact_ties_behind_a_better_token_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(1, 100)
+    logits[0, 70] = 1.0
+    assert BudgetTree(4)([ROOT], logits).tokens == (ROOT, 70, 0, 1)
+
+
+def test_exact_ties_between_branches_go_to_the_path_of_lowest_ids() -> None:
+    """Both streams say .5, .3, .2: the paths (0, 1) and (1, 0) are equally probable, and one is left over."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(2, -1)
+    assert paths_of(BudgetTree(6)([ROOT], logits)) == [(0,), (1,), (0, 0), (2,), (0, 1)]
+
+
+@pytest.mark.parametrize("nodes", range(1, 14))
+def test_with_exact_ties_a_budget_tree_is_still_that_of_brute_force(nodes: int) -> None:
+    for levels in product([(0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (0.0, 1.0, 1.0)], repeat=2):
+        logits = torch.tensor(levels)
+        assert set(paths_of(BudgetTree(nodes)([ROOT], logits))) == set(best_paths(logits, nodes - 1)), levels
+
+
+def test_tokens_ruled_out_come_last() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 1.0]])
+    assert BudgetTree(3)([ROOT], logits).tokens == (ROOT, 2, 0)
+
+
+# --- both -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+def test_the_rows_of_logits_bound_the_depth(drafter: FullTree | BudgetTree, rows: int) -> None:
+    logits = torch.zeros(rows, 3)
+    logits[:, 0] = 50.0  # certain: every budget tree would like to be deeper
+    tree = drafter([1, 2, ROOT], logits)
+    assert max(tree.topology.depths) == rows
+    assert tree.tokens[0] == ROOT
+
+
+@pytest.mark.parametrize("drafter", [BudgetTree(1), FullTree(3)])
+def test_the_root_alone(drafter: FullTree | BudgetTree) -> None:
+    rows = 2 if isinstance(drafter, BudgetTree) else 0
+    assert drafter([ROOT], torch.randn(rows, 5)) == DraftTree(chain(1), (ROOT,))
+
+
+@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9)])
+def test_half_precision_logits_are_taken(drafter: FullTree | BudgetTree) -> None:
+    logits = torch.tensor([[0.0, 4.0, 2.0], [1.0, 0.0, 5.0]])
+    assert drafter([ROOT], logits.bfloat16()) == drafter([ROOT], logits)
+
+
+def test_settings_name_the_drafter() -> None:
+    assert drafter_for(DecodeSettings(tree="full", k=3, nodes=7)) == FullTree(3)
+    assert drafter_for(DecodeSettings(tree="budget", k=3, nodes=7)) == BudgetTree(7)
+
+
+@pytest.mark.parametrize("streams", range(4))
+@pytest.mark.parametrize(
+    "settings", [DecodeSettings(tree="full", k=2), DecodeSettings(tree="full", k=1), DecodeSettings(nodes=5)]
+)
+def test_no_tree_is_larger_than_announced(settings: DecodeSettings, streams: int) -> None:
+    tree = drafter_for(settings)([ROOT], torch.randn(streams, 9))
+    assert len(tree.tokens) <= largest_tree(settings, streams)
+    if settings.tree == "full":
+        assert len(tree.tokens) == largest_tree(settings, streams)

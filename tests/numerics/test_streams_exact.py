@@ -1,11 +1,11 @@
 """Packed equals plain, in float32: tree passes, their streams and the cache behind them, against slow oracles.
 
-Logits of the tiny hosts reach several units; where the packed pass and the oracle do the same sums in another order
-they differ by about 1e-6 of that. INV is stricter: whether streams are there makes no bit of difference to main
-states as long as the kernels take their rows one by one, so a few units in the last place are allowed and no more.
+Tolerances are shares of the largest logit. Between equal passes nothing may differ by a bit; between passes with
+another number of rows kernels choose other tilings, which rounds the last places otherwise.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,13 +18,13 @@ from forestream.baseline import plain
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
 from forestream.decode import decode
-from forestream.drafting import drafter_for
+from forestream.drafting import Drafter, DraftTree, drafter_for
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.pruning import KeepAbove, KeepBest, edge_scores
 from forestream.steps import tokens_of
 from forestream.topology import Topology
-from oracle import Prophet, assert_no_trace, prefilled, slow_tree_logits
+from oracle import Prophet, assert_no_trace, assert_packed_equals_plain, prefilled, slow_tree_logits
 from wrapped import STREAMS, prompt, wrapped
 from zoo import HOSTS, WINDOW, custom
 
@@ -36,11 +36,9 @@ TOKENS = (11, 5, 6, 7, 8, 9, 3)
 CLOSE = 2e-5
 
 
-def close(found: Tensor, wanted: Tensor, what: str) -> None:
-    """Within CLOSE, or as much of the largest logit where that is larger than 1."""
-    scale = max(1.0, float(wanted.abs().max()))
-    difference = float((found - wanted).abs().max())
-    assert difference <= CLOSE * scale, f"{what} differ by {difference:.3g}; the largest is {scale:.3g}"
+def close(found: Tensor, wanted: Tensor, what: str, tolerance: float = CLOSE) -> None:
+    largest, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
+    assert difference <= tolerance * largest, f"{what} differ by {difference:.3g}; the largest is {largest:.3g}"
 
 
 @torch.no_grad()
@@ -61,14 +59,7 @@ def tree_pass(
 
 
 def against_the_oracle(model: StreamingLM, text: Sequence[int], carriers: Sequence[int], streams: int) -> None:
-    main, ahead, _ = tree_pass(model, text, carriers, streams)
-    for node in range(len(TREE)):
-        path = TREE.path(node)
-        slow_main, slow_ahead = slow_tree_logits(model, text, [TOKENS[n] for n in path], streams)
-        close(main[list(path)], slow_main, f"main logits down to node {node}")
-        if node in carriers:
-            place = carriers.index(node)
-            close(ahead[:, place], slow_ahead, f"stream logits of node {node}")
+    assert_packed_equals_plain(model, text, DraftTree(TREE, TOKENS), carriers, streams, CLOSE)
 
 
 # --- packed equals plain ------------------------------------------------------------------------------------
@@ -125,14 +116,19 @@ def test_the_prompts_last_token_carries_the_streams_of_the_oracle(host: str) -> 
 @both_modes
 @every_host
 def test_main_states_do_not_know_of_streams(host: str, mode: str) -> None:
-    """INV."""
+    """INV. With and without streams the number of rows differs: 1e-6. What streams hold makes no bit of difference."""
     model = wrapped(host, mode)
     for text in (prompt(1), prompt(2 * WINDOW + 1)):
         alone, _, _ = tree_pass(model, text, (), 0)
         for carriers, streams in (((0,), 1), ((2, 5), 3), (range(7), STREAMS)):
-            beside, _, _ = tree_pass(model, text, carriers, streams)
-            scale = max(1.0, float(alone.abs().max()))
-            assert float((alone - beside).abs().max()) <= 1e-6 * scale * 4
+            beside, ahead, _ = tree_pass(model, text, carriers, streams)
+            close(beside, alone, "main logits with and without streams", 1e-6)
+            assert model.start is not None
+            with torch.no_grad():
+                model.start.embedding.neg_()
+            other, other_ahead, _ = tree_pass(model, text, carriers, streams)
+            assert torch.equal(other, beside)
+            assert not torch.allclose(other_ahead, ahead, atol=1e-2)
 
 
 @both_modes
@@ -161,18 +157,37 @@ def test_streams_differ_from_each_other_and_from_their_carrier() -> None:
 # --- fused is deferred ----------------------------------------------------------------------------------------
 
 
+@dataclass
+class Listener:
+    """Notes what the streams say before a drafter makes a tree of it."""
+
+    inner: Drafter
+    heard: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, text: Sequence[int], logits: Tensor) -> DraftTree:
+        self.heard.append(logits)
+        return self.inner(text, logits)
+
+
 @both_modes
 @every_host
-def test_fused_and_deferred_streams_draft_the_same(host: str, mode: str) -> None:
+def test_fused_and_deferred_streams_say_the_same(host: str, mode: str) -> None:
     model = wrapped(host, mode)
     text = tokens_of(list(plain(model, prompt(6), DecodeSettings(max_new_tokens=16))))
-    for tree in ({"nodes": 12}, {"tree": "full", "k": 2}, {"nodes": 12, "prune_to": 5}):
-        drafts = []
+    for tree in ({"nodes": 12}, {"tree": "full", "k": 2}, {"tree": "full", "k": 2, "prune_to": 6}):
+        heard, drafts = [], []
         for carriers in ("fused", "deferred"):
             settings = DecodeSettings(max_new_tokens=16, carriers=carriers, **tree)
-            drafter = Prophet(drafter_for(settings), prompt(6) + text, 0.5)
-            steps = list(decode(model, prompt(6), settings, drafter=drafter))
+            inner = drafter_for(settings)
+            # a budget tree of prophecies would rank exact ties by rounding
+            listener = Listener(Prophet(inner, prompt(6) + text, 0.5) if "k" in tree else inner)
+            steps = list(decode(model, prompt(6), settings, drafter=listener))
             drafts.append([(step.tree, step.kept, step.path) for step in steps])
+            heard.append(listener.heard)
+        for fused, deferred in zip(*heard, strict=True):
+            assert fused.shape == deferred.shape
+            if len(fused):  # none where the cap leaves no room for drafts
+                close(deferred, fused, "deferred and fused streams")
         assert drafts[0] == drafts[1]
 
 
@@ -222,18 +237,8 @@ def test_edges_are_scored_by_the_exit_at_the_parent(host: str) -> None:
     wanted = [1.0]
     for node in range(1, 7):
         path = [*text, *(TOKENS[n] for n in TREE.path(TREE.parents[node]))]
-        states = model.port.embed(torch.tensor([path]), torch.arange(len(path))[None])
-        mask = torch.full((1, 1, len(path), len(path)), torch.finfo(torch.float32).min).triu(1)
-        for i in model.trunk_layers:
-            rotary = model.port.rotary(states, torch.arange(len(path))[None], i)
-            window = model.port.window(i)
-            banded = (
-                mask if window is None else mask + torch.full_like(mask, torch.finfo(torch.float32).min).tril(-window)
-            )
-            states = model.port.run(
-                i, states, banded.clamp(min=torch.finfo(torch.float32).min), torch.arange(len(path))[None], rotary, None
-            )
-        last = states[0, -1]
+        entered = model.port.model(torch.tensor([path]), output_hidden_states=True, use_cache=False).hidden_states
+        last = entered[len(model.trunk_layers)][0, -1]
         adapted = last + last @ model.scorer.down @ model.scorer.up
         wanted.append(float(model.port.head(model.port.finish(adapted)).softmax(-1)[TOKENS[node]]))
     assert seen[0] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
@@ -275,7 +280,7 @@ def test_after_every_step_the_cache_is_a_fresh_prefill(host: str, mode: str, mon
             # the last token is the next root: it is not in the cache yet
             known = [*start, *written[:-1]]
             assert caches[-1].committed == len(known)
-            assert_no_trace(caches[-1], prefilled(model, known), atol=3e-5)
+            assert_no_trace(caches[-1], prefilled(model, known))
         assert accepted >= 2
         assert tuple(written) == text
 
@@ -290,7 +295,7 @@ def test_the_comparison_of_caches_notices_a_shifted_path(monkeypatch: pytest.Mon
             cache.advance(3)
         replayed = prefilled(model, [*text, TOKENS[0], TOKENS[1], TOKENS[4]])
         if shift:
-            with pytest.raises(AssertionError, match="keys 0"):
+            with pytest.raises(AssertionError, match="keys of layer 0"):
                 assert_no_trace(cache, replayed)
         else:
             assert_no_trace(cache, replayed)
@@ -375,39 +380,24 @@ def _no_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forestream.model.rotate_values", lambda values, indices, angle: values)
 
 
-SIBLING, ANCESTOR = partial(_edge, 4, 3), partial(_edge, 6, 1)
-# 7 mains, then streams 1 of the seven nodes, then streams 2
-FOREIGN_STREAM, LATER_STREAM, MAIN_SEES_STREAM = partial(_edge, 8, 7), partial(_edge, 7, 14), partial(_edge, 3, 9)
+FAULTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sibling": (partial(_edge, 4, 3), {}),
+    "ancestor": (partial(_edge, 6, 1), {}),
+    # 7 mains, then stream 1 of the seven nodes, then stream 2
+    "foreign stream": (partial(_edge, 8, 7), {}),
+    "later stream": (partial(_edge, 7, 14), {}),
+    "earlier stream": (partial(_edge, 15, 8), {}),
+    "main sees stream": (partial(_edge, 3, 9), {}),
+    "positions": (_stream_positions, {}),
+    "starts": (_starts_swapped, {}),
+    "gate": (_gate_off_by_one, {"mode": "lossless"}),
+    "rotation": (_no_rotation, {"value_rotation": True, "rotation_angle": 0.7}),
+}
 
 
-@pytest.mark.parametrize(
-    ("fault", "changes"),
-    [
-        (SIBLING, {}),
-        (ANCESTOR, {}),
-        (FOREIGN_STREAM, {}),
-        (LATER_STREAM, {}),
-        (MAIN_SEES_STREAM, {}),
-        (_stream_positions, {}),
-        (_starts_swapped, {}),
-        (_gate_off_by_one, {"mode": "lossless"}),
-        (_no_rotation, {"value_rotation": True, "rotation_angle": 0.7}),
-    ],
-    ids=[
-        "sibling",
-        "ancestor",
-        "foreign stream",
-        "later stream",
-        "main sees stream",
-        "positions",
-        "starts",
-        "gate",
-        "rotation",
-    ],
-)
+@pytest.mark.parametrize(("fault", "changes"), FAULTS.values(), ids=FAULTS)
 def test_the_oracle_notices(fault: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    fault_model = wrapped("llama", **changes)
-    against_the_oracle(fault_model, prompt(9), range(7), 2)
+    against_the_oracle(wrapped("llama", **changes), prompt(9), range(7), 2)
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="differ by"):
-        against_the_oracle(fault_model, prompt(9), range(7), 2)
+        against_the_oracle(wrapped("llama", **changes), prompt(9), range(7), 2)

@@ -1,16 +1,18 @@
 """Eq. 5 against a slow reference that holds all logits: value, gradients, chunks, and terms without targets."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forestream.data import Collator, Tokens
 from forestream.model import PassOutput, StreamingLM
-from forestream.objective import IGNORED, JointLoss, LossConfig, TargetBatch, gather_rows, joint_loss
+from forestream.objective import IGNORED, JointLoss, LossConfig, TargetBatch, Term, gather_rows, joint_loss
 from forestream.packing import Pack
 from wrapped import prompt, shake, trainable
 
@@ -30,53 +32,39 @@ def batch_of(model: StreamingLM, texts: list[Tokens] | None = None) -> TargetBat
 
 
 def forward(model: StreamingLM, batch: TargetBatch, streams: int | None = None) -> PassOutput:
-    pack = Pack.text(
-        batch.ids.shape[1], batch.carriers, model.stream_config.streams if streams is None else streams
-    )
+    pack = Pack.text(batch.ids.shape[1], batch.carriers, model.stream_config.streams if streams is None else streams)
     output = model(batch.ids, pack)
     assert isinstance(output, PassOutput)
     return output
 
 
-Sums = dict[str, tuple[float, int, int]]
+def asked(model: StreamingLM, output: PassOutput, batch: TargetBatch) -> Iterator[tuple[str, Tensor, int]]:
+    """Every term's name, state and target, one at a time."""
+    for b, text in enumerate(batch.rows.tolist()):
+        for place, target in zip(text, batch.targets[b].tolist(), strict=True):
+            yield "main", output.main[b, place], target
+            if model.scorer is not None:
+                yield "scorer", model.scorer(output.trunk[b, place].detach()), target
+    rows, streams, places = batch.stream_targets.shape
+    for b, j, c in product(range(rows), range(streams), range(places)):
+        yield f"stream_{j + 1}", output.streams[b, j, c], int(batch.stream_targets[b, j, c])
 
 
 def slow(
     model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig
-) -> tuple[Tensor, Sums]:
-    """Every term as the mean of the losses of its targets, one after another; (sum, hits, count) by name."""
-    terms: dict[str, list[tuple[Tensor, bool]]] = {"main": []}
-
-    def judge(name: str, state: Tensor, target: int) -> None:
-        if target == IGNORED:
-            return
-        logits = model.port.head(model.port.finish(state[None, None]))[0, 0].float()
-        terms[name].append((torch.logsumexp(logits, 0) - logits[target], int(logits.argmax()) == target))
-
-    rows, streams = batch.rows.shape[1], batch.stream_targets.shape[1]
-    for j in range(streams):
-        terms[f"stream_{j + 1}"] = []
-    if model.scorer is not None:
-        terms["scorer"] = []
-    for b in range(len(batch.ids)):
-        for r in range(rows):
-            target = int(batch.targets[b, r])
-            judge("main", output.main[b, int(batch.rows[b, r])], target)
-            if model.scorer is not None:
-                judge("scorer", model.scorer(output.trunk[b, int(batch.rows[b, r])].detach()), target)
-        for j in range(streams):
-            for c in range(batch.carriers.shape[1]):
-                judge(f"stream_{j + 1}", output.streams[b, j, c], int(batch.stream_targets[b, j, c]))
+) -> tuple[Tensor, dict[str, Term]]:
+    """Every term as the mean of the losses of its targets, taken one after another."""
     weights = {"main": config.main, "scorer": config.scorer}
-    total = torch.zeros(())
-    for name, found in terms.items():
-        if found:
-            total = total + weights.get(name, config.stream) * torch.stack([loss for loss, _ in found]).mean()
-    sums = {
-        name: (float(sum(float(loss.detach()) for loss, _ in found)), sum(hit for _, hit in found), len(found))
-        for name, found in terms.items()
-    }
-    return total, sums
+    losses: dict[str, list[Tensor]] = defaultdict(list)
+    hits: dict[str, int] = defaultdict(int)
+    for name, state, target in asked(model, output, batch):
+        if target != IGNORED:
+            logits = model.port.head(model.port.finish(state[None, None]))[0, 0].float()
+            losses[name].append(torch.logsumexp(logits, 0) - logits[target])
+            hits[name] += int(logits.argmax()) == target
+    means = [weights.get(name, config.stream) * torch.stack(own).mean() for name, own in losses.items()]
+    terms = {n: Term(float(torch.stack(own).sum().detach()), hits[n], len(own)) for n, own in losses.items()}
+    return torch.stack(means).sum() if means else torch.zeros(()), terms
 
 
 def gradients(model: StreamingLM, loss: Tensor) -> dict[str, Tensor]:
@@ -96,12 +84,12 @@ def test_the_loss_is_that_of_the_slow_reference(model: StreamingLM) -> None:
     batch = batch_of(model)
     output = forward(model, batch)
     loss = joint_loss(model, output, batch, CONFIG)
-    total, sums = slow(model, output, batch, CONFIG)
+    total, terms = slow(model, output, batch, CONFIG)
     assert float(loss.total.detach()) == pytest.approx(float(total.detach()), rel=1e-5)
     assert list(loss.terms) == ["main", "stream_1", "stream_2", "stream_3", "scorer"]
     for name, term in loss.terms.items():
-        assert term.loss == pytest.approx(sums[name][0], rel=1e-5)
-        assert (term.hits, term.count) == sums[name][1:]
+        assert term.loss == pytest.approx(terms[name].loss, rel=1e-5)
+        assert (term.hits, term.count) == (terms[name].hits, terms[name].count)
     assert [loss.terms[f"stream_{j}"].count for j in (1, 2, 3)] == [15, 12, 9]
 
 
@@ -186,9 +174,7 @@ def test_a_batch_whose_completions_are_too_short_for_streams_is_finite(model: St
 def test_stream_weight_0_is_the_main_loss_alone(model: StreamingLM) -> None:
     """Value and gradients of a pass that has no streams at all; the streams' own parts get exact zeros."""
     batch = batch_of(model)
-    alone = TargetBatch(
-        batch.ids, batch.rows, batch.targets, batch.carriers[:, :0], batch.stream_targets[:, :0, :0]
-    )
+    alone = TargetBatch(batch.ids, batch.rows, batch.targets, batch.carriers[:, :0], batch.stream_targets[:, :0, :0])
     config = LossConfig(main=1.0, stream=0.0, scorer=0.0)
     muted = joint_loss(model, forward(model, batch), batch, config)
     assert muted.terms["stream_1"].count == 15

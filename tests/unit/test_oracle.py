@@ -177,7 +177,7 @@ def test_a_prophet_depends_on_its_seed_and_the_place_alone() -> None:
 def test_equality_reports_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = wrapped("llama"), DecodeSettings(max_new_tokens=10)
     truth = truth_of(model, 10)
-    broken = [step for step in decode(model, START, settings)]
+    broken = list(decode(model, START, settings))
     monkeypatch.setattr("oracle.decode", lambda *args: iter(broken[:-1]))
     place = len(tokens_of(broken[:-1]))
     with pytest.raises(AssertionError, match=f"differ at token {place}: .*{truth[len(START) + place]}"):
@@ -214,15 +214,15 @@ def test_near_ties_report_what_is_off_and_where() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("host", ["llama", "opt-pre"])
 def test_in_half_precision_every_token_is_nearly_plain_decodings_choice(host: str, dtype: torch.dtype) -> None:
-    """Margin: a few units in the last place of the largest logits."""
+    """The margin: four units in the last place of the largest logit."""
     model = wrapped(HOSTS[host]().to(dtype)).to(dtype)
     truth, settings = truth_of(model, 60), DecodeSettings(max_new_tokens=60, nodes=12)
     steps = list(decode(model, START, settings, drafter=Prophet(BudgetTree(12), truth, 0.8)))
     text = tokens_of(steps)
     largest = float(plain_logits(model, START, text).abs().max())
-    margins = near_tie(model, START, text, margin=16 * torch.finfo(dtype).eps * largest)
+    margins = near_tie(model, START, text, margin=4 * torch.finfo(dtype).eps * largest)
     assert len(margins) == 60
-    assert sum(step.accepted for step in steps) > 20
+    assert sum(step.accepted for step in steps) > 5
 
 
 def test_traces_are_noticed() -> None:

@@ -20,9 +20,7 @@ TREE = Topology((-1, 0, 0, 1, 1, 2, 3))
 
 def scored() -> list[tuple[Topology, tuple[float, ...]]]:
     """Every small tree with every choice of edges among three scores."""
-    return [
-        (tree, (1.0, *edges)) for tree in SMALL_TREES for edges in product((0.25, 0.5, 1.0), repeat=len(tree) - 1)
-    ]
+    return [(tree, (1.0, *edges)) for tree in SMALL_TREES for edges in product((0.25, 0.5, 1.0), repeat=len(tree) - 1)]
 
 
 def closed(tree: Topology, kept: tuple[int, ...]) -> bool:

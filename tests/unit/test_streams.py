@@ -49,9 +49,7 @@ def test_states_come_stream_by_stream_and_carrier_by_carrier(streams: int) -> No
     states = start(mains, streams)
     assert states.shape == (2, streams * 4, SIZE)
     pack = Pack.text(9, torch.tensor([[0, 3, 5, 7]] * 2), streams)
-    for slot, (place, index) in enumerate(
-        (place, index) for index in range(1, streams + 1) for place in range(4)
-    ):
+    for slot, (place, index) in enumerate((place, index) for index in range(1, streams + 1) for place in range(4)):
         assert int(pack.indices[9 + slot]) == index
         assert torch.equal(states[:, slot], mains[:, place] + start.embedding[index - 1])
 

@@ -1,6 +1,6 @@
 """Every verdict on every tree of up to five nodes, against a search among all paths."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -24,7 +24,7 @@ def numbered(topology: Topology) -> DraftTree:
 def search(tree: DraftTree, choices: tuple[int, ...]) -> Verdict:
     """Of all paths whose every token is the choice at the node before, the longest."""
     paths = [tree.topology.path(node) for node in range(len(tree.topology))]
-    right = [path for path in paths if all(tree.tokens[b] == choices[a] for a, b in zip(path, path[1:], strict=False))]
+    right = [path for path in paths if all(tree.tokens[b] == choices[a] for a, b in pairwise(path))]
     longest = max(right, key=len)
     return Verdict(longest, choices[longest[-1]])
 

@@ -1,0 +1,127 @@
+"""Commit = replay: after any sequence of passes the cache is what one pass over the accepted text would leave."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject, DrawFn
+from torch import Tensor
+
+from forestream.cache import StreamCache
+from forestream.errors import CacheError
+from oracle import assert_no_trace
+from strategies import draft_trees
+
+LAYERS, CAPACITY = 3, 200
+TRUNK, STREAM = range(2), range(2, LAYERS)
+NOISE = 10_000
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A tree's tokens, its survivors, stream slots behind them, and the accepted path among the survivors."""
+
+    tokens: tuple[int, ...]
+    kept: tuple[int, ...]
+    streams: int
+    path: tuple[int, ...]
+
+    @property
+    def text(self) -> list[int]:
+        return [self.tokens[self.kept[node]] for node in self.path]
+
+
+@st.composite
+def passes(draw: DrawFn) -> Pass:
+    tree = draw(draft_trees(most=12))
+    parents = tree.topology.parents
+    kept = [0]
+    for node in range(1, len(parents)):
+        if parents[node] in kept and draw(st.integers(0, 3)):
+            kept.append(node)
+    end = draw(st.sampled_from(kept))
+    path = tuple(kept.index(node) for node in tree.topology.path(end))
+    return Pass(tree.tokens, tuple(kept), draw(st.integers(0, 4)), path)
+
+
+def states(layer: int, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A fake writer: keys and values [2,2,Q,3] that tell rows, heads, layers and tokens apart."""
+    token = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None]
+    spread = torch.arange(2 * 2 * 3, dtype=torch.float32).view(2, 2, 1, 3) / 16
+    return token + spread + 100 * layer, -(token + spread + 100 * layer)
+
+
+def write(cache: StreamCache, layers: range, tokens: Sequence[int], before: Sequence[int]) -> None:
+    """Write one pass and look at what each layer is handed back: the committed text and the pass, nothing else."""
+    cache.begin(layers)
+    for layer in layers:
+        found = cache.update(*states(layer, tokens), layer)
+        for got, wanted in zip(found, states(layer, [*before, *tokens]), strict=True):
+            assert torch.equal(got, wanted)
+    cache.expect(layers, len(tokens))
+
+
+def run(cache: StreamCache, one: Pass, before: Sequence[int]) -> None:
+    write(cache, TRUNK, one.tokens, before)
+    mains = [one.tokens[node] for node in one.kept]
+    write(cache, STREAM, [*mains, *range(NOISE, NOISE + one.streams)], before)
+    cache.commit(TRUNK, [one.kept[node] for node in one.path])
+    cache.commit(STREAM, one.path)
+    cache.advance(len(one.path))
+
+
+def replay(text: Sequence[int]) -> StreamCache:
+    cache = StreamCache(LAYERS, CAPACITY)
+    write(cache, range(LAYERS), text, ())
+    cache.advance(len(text))
+    return cache
+
+
+@given(st.lists(passes(), min_size=1, max_size=8))
+def test_commit_equals_replay_after_every_pass(sequence: list[Pass]) -> None:
+    cache, text = StreamCache(LAYERS, CAPACITY), []
+    for one in sequence:
+        run(cache, one, text)
+        text += one.text
+        assert_no_trace(cache, replay(text), tolerance=0)
+
+
+@given(st.data())
+def test_deferred_streams_and_abandoned_passes_leave_no_trace(data: DataObject) -> None:
+    """Between two passes: streams of the last token, or a pass that stopped after some of the layers."""
+    cache, text = StreamCache(LAYERS, CAPACITY), []
+    for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
+        run(cache, one, text)
+        text += one.text
+        if streams := data.draw(st.integers(0, 4)):
+            write(cache, STREAM, range(NOISE, NOISE + streams), text)
+        if layers := data.draw(st.integers(0, LAYERS - 1)):
+            write(cache, range(layers), range(NOISE, NOISE + 7), text)
+        assert_no_trace(cache, replay(text), tolerance=0)
+
+
+@given(st.data())
+def test_rewinding_equals_a_replay_of_less_text(data: DataObject) -> None:
+    cache, text = StreamCache(LAYERS, CAPACITY), []
+    for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
+        run(cache, one, text)
+        text += one.text
+        text = text[: data.draw(st.integers(0, len(text)))]
+        cache.rewind(len(text))
+        assert_no_trace(cache, replay(text), tolerance=0)
+
+
+@given(st.integers(0, 30), st.integers(1, 12))
+def test_a_pass_fits_up_to_the_capacity_and_no_further(committed: int, slots: int) -> None:
+    cache = StreamCache(LAYERS, 30)
+    write(cache, range(LAYERS), range(committed), ())
+    cache.advance(committed)
+    if committed + slots <= 30:
+        write(cache, range(LAYERS), range(slots), range(committed))
+    else:
+        with pytest.raises(CacheError, match="does not fit"):
+            write(cache, range(LAYERS), range(slots), range(committed))
+    assert cache.committed == committed

@@ -2,6 +2,7 @@
 # make test    every test, with the coverage gate
 # make quick   unit and property tests only
 # make check   style, types and the direction of dependencies
+# make bench   every recorded figure again: make bench DATA_DIR=... (about an hour, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
 
 PYTHON   ?= python3
@@ -12,7 +13,7 @@ BIN   := .venv/bin
 STAMP := .venv/.setup-done
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test quick check format clean
+.PHONY: setup demo test quick check bench format clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)
+	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

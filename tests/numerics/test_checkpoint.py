@@ -461,4 +461,3 @@ def test_a_foreign_base_is_named_with_both_fingerprints(adapter: Path, bases: di
     assert found[:12] in message
     assert str(bases["untied"]) in message
     checkpoint.load(adapter, str(bases["untied"]), torch.bfloat16)
-

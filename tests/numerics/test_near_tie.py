@@ -5,6 +5,7 @@ a value, and the four layers round a dozen times each.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,40 @@ from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.decode import decode
 from forestream.drafting import drafter_for
+from forestream.model import StreamingLM
+from forestream.packing import Pack
 from forestream.steps import Counters, tokens_of
 from oracle import Prophet, first_difference, near_tie, plain_logits
 from wrapped import prompt, wrapped
 from zoo import HOSTS
 
-SHARE = 0.06
-"""Of the largest logit: the margin within which a token may fall short of plain decoding's choice."""
+SHARE = 0.03
+"""Of the largest logit: the margin within which a token may fall short of plain decoding's choice. Over all hosts of
+the zoo and eight prompts the worst was 0.013; the best token leads the second by 0.07 in the median."""
 
-TOKENS = 40
+TOKENS = 30
+
+
+def compare(model: StreamingLM, seed: int) -> tuple[Counters, str | None]:
+    """Counters of a run and its first divergence from plain decoding in words, None where texts are equal.
+
+    Raises:
+        AssertionError: a token is further off than the margin.
+    """
+    start = prompt(6, seed=seed)
+    text = tokens_of(list(plain(model, start, DecodeSettings(max_new_tokens=TOKENS))))
+    settings = DecodeSettings(max_new_tokens=TOKENS, carriers=("fused", "deferred")[seed % 2])
+    drafter = Prophet(drafter_for(settings), start + text, 0.7)
+    counters = Counters()
+    counters.extend(steps := list(decode(model, start, settings, drafter=drafter)))
+    found = tokens_of(steps)
+    assert len(found) == TOKENS
+    largest = float(plain_logits(model, start, found).abs().max())
+    falls = near_tie(model, start, found, SHARE * largest)
+    if found == text:
+        return counters, None
+    place = first_difference(found, text)
+    return counters, f"token {place}, {falls[place] / largest:.2g} of the largest logit"
 
 
 @pytest.mark.parametrize("mode", ["joint", "lossless"])
@@ -29,27 +55,27 @@ TOKENS = 40
 def test_every_token_is_plain_decodings_choice_or_nearly(
     host: str, mode: str, record_property: Callable[[str, object], None]
 ) -> None:
-    model = wrapped(HOSTS[host]().bfloat16(), mode)
-    counters, parted = Counters(), 0
-    for seed in range(6):
-        start = prompt(6, seed=seed)
-        text = tokens_of(list(plain(model, start, DecodeSettings(max_new_tokens=TOKENS))))
-        settings = DecodeSettings(max_new_tokens=TOKENS, carriers=("fused", "deferred")[seed % 2])
-        drafter = Prophet(drafter_for(settings), start + text, 0.7)
-        steps = list(decode(model, start, settings, drafter=drafter))
-        counters.extend(steps)
-        found = tokens_of(steps)
-        assert len(found) == TOKENS
-        margin = SHARE * float(plain_logits(model, start, found).abs().max())
-        falls = near_tie(model, start, found, margin)
-        if found != text:
-            parted += 1
-            place = first_difference(found, text)
-            record_property(
-                "first divergence", f"prompt {seed}, token {place}, margin {falls[place]:.4g} of {margin:.4g}"
-            )
-    record_property("texts that parted", f"{parted} of 6")
-    assert counters.mean_acceptance_length > 1.5
+    model, total = wrapped(HOSTS[host]().bfloat16(), mode), Counters()
+    for seed in range(4):
+        counters, parted = compare(model, seed)
+        total.merge(counters)
+        record_property(f"first divergence after prompt {seed}", parted)
+    assert total.mean_acceptance_length > 1.5
+
+
+def test_a_fault_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts placed one position too far."""
+    model = wrapped(HOSTS["llama"]().bfloat16())
+    compare(model, 0)
+    right = Pack.positions
+
+    def wrong(pack: Pack, committed: int, rule: Any) -> torch.Tensor:
+        places = right(pack, committed, rule)
+        return places + (places > committed) if committed else places
+
+    monkeypatch.setattr(Pack, "positions", wrong)
+    with pytest.raises(AssertionError, match="first divergence at token"):
+        compare(model, 0)
 
 
 def test_the_margin_is_far_below_what_another_token_costs() -> None:

@@ -38,12 +38,6 @@ Slot = tuple[int, ...]
 # --- who sees whom --------------------------------------------------------------------------------------------
 
 
-def all_trees(nodes: int) -> Iterator[Topology]:
-    """Every tree of exactly `nodes` nodes."""
-    for parents in product(*(range(node) for node in range(1, nodes))):
-        yield Topology((-1, *parents))
-
-
 def slots(topology: Topology, carriers: Sequence[int], streams: int) -> list[Slot]:
     """All slots in the order that a pass has them: mains, stream 1 of all carriers, stream 2, ..."""
     mains: list[Slot] = [(node, 0) for node in range(len(topology))]
@@ -71,12 +65,6 @@ def visible(topology: Topology, carriers: Sequence[int], streams: int) -> Bool[T
 
 
 # --- which drafts ---------------------------------------------------------------------------------------------
-
-
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
-    """The tokens behind the root on the way to each node, the root left out."""
-    paths = [tree.topology.path(node) for node in range(1, len(tree.topology))]
-    return [tuple(tree.tokens[node] for node in path[1:]) for path in paths]
 
 
 def best_paths(logits: Float[Tensor, "G V"], count: int) -> list[tuple[int, ...]]:

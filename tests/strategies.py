@@ -1,4 +1,7 @@
-"""Random trees, drafts and numbers for the property tests."""
+"""Trees, drafts and numbers: every small tree there is, and random ones for the property tests."""
+
+from collections.abc import Iterator
+from itertools import product
 
 import torch
 from hypothesis import strategies as st
@@ -7,6 +10,18 @@ from torch import Tensor
 
 from forestream.drafting import DraftTree
 from forestream.topology import Topology
+
+
+def all_trees(nodes: int) -> Iterator[Topology]:
+    """Every tree of exactly `nodes` nodes."""
+    for parents in product(*(range(node) for node in range(1, nodes))):
+        yield Topology((-1, *parents))
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens behind the root on the way to each node, the root left out."""
+    paths = [tree.topology.path(node) for node in range(1, len(tree.topology))]
+    return [tuple(tree.tokens[node] for node in path[1:]) for path in paths]
 
 
 @st.composite

@@ -1,6 +1,5 @@
 """Tiny random hosts wrapped as streaming models, with adapters that do something."""
 
-from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
@@ -66,8 +65,3 @@ def prompt(length: int, vocabulary: int = 70, seed: int = 0) -> tuple[int, ...]:
     """Random token ids that every host of the zoo knows."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
-
-
-def same(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
-    """Bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -25,6 +25,13 @@ def in_range(name: str, value: float, low: float, high: float = float("inf")) ->
         raise ConfigError(f"{name} is {value!r}; expected a number from {low:g} to {high:g}")
 
 
+def whole(name: str, value: int, low: int, high: float = float("inf")) -> None:
+    """Raise ConfigError unless `value` is a whole number with low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; expected a whole number from {low} to {high:g}")
+    in_range(name, value, low, high)
+
+
 @dataclass(frozen=True)
 class JsonConfig:
     """Base of all settings: JSON in and out, unknown keys are errors."""
@@ -88,15 +95,15 @@ class StreamConfig(JsonConfig):
     scorer_rank: int = 8
 
     def __post_init__(self) -> None:
-        in_range("streams", self.streams, 0, 64)
-        in_range("stream_layers", self.stream_layers, 1)
+        whole("streams", self.streams, 0, 64)
+        whole("stream_layers", self.stream_layers, 1)
         one_of("mode", self.mode, ("joint", "lossless"))
         one_of("positions", self.positions, ("ahead", "same"))
         one_of("start", self.start, ("identity", "low_rank"))
-        in_range("start_rank", self.start_rank, 1)
-        in_range("lora_rank", self.lora_rank, 1)
-        in_range("lora_alpha", self.lora_alpha, 1)
-        in_range("scorer_rank", self.scorer_rank, 0)
+        whole("start_rank", self.start_rank, 1)
+        whole("lora_rank", self.lora_rank, 1)
+        whole("lora_alpha", self.lora_alpha, 1)
+        whole("scorer_rank", self.scorer_rank, 0)
         if self.rotation_angle is not None:
             in_range("rotation_angle", self.rotation_angle, 0.0)
         if self.mode == "lossless" and self.streams == 0:
@@ -130,14 +137,14 @@ class DecodeSettings(JsonConfig):
 
     def __post_init__(self) -> None:
         one_of("tree", self.tree, ("budget", "full"))
-        in_range("nodes", self.nodes, 1, 4096)
-        in_range("k", self.k, 1, 64)
+        whole("nodes", self.nodes, 1, 4096)
+        whole("k", self.k, 1, 64)
         if self.streams is not None:
-            in_range("streams", self.streams, 0, 64)
+            whole("streams", self.streams, 0, 64)
         one_of("carriers", self.carriers, ("deferred", "fused"))
         in_range("prune_below", self.prune_below, 0.0, 1.0)
         if self.prune_to is not None:
-            in_range("prune_to", self.prune_to, 1)
+            whole("prune_to", self.prune_to, 1)
             if self.prune_below > 0:
                 raise ConfigError("prune_below and prune_to are two pruning rules; set one of them")
-        in_range("max_new_tokens", self.max_new_tokens, 0)
+        whole("max_new_tokens", self.max_new_tokens, 0)

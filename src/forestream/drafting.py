@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,6 +36,11 @@ class DraftTree:
     def subset(self, keep: Sequence[int]) -> DraftTree:
         """The tree of the nodes in `keep`, which must hold whole paths from the root."""
         return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep))
+
+
+# A branch that may come next: -log p of its path, its tokens (they break ties), log p of the parent's path, the parent,
+# and its rank among the tokens of its stream.
+Branch = tuple[float, tuple[int, ...], float, int, int]
 
 
 class Drafter(Protocol):
@@ -82,33 +86,35 @@ class BudgetTree:
         if depth and self.nodes > 1:
             log_probs, best = _best(logits, min(self.nodes - 1, logits.shape[1]))
             # Best first: taking a node offers its first child and its next sibling, neither of which scores higher.
-            # Entries: (-log p of the path, order of arrival, log p of the parent's path, parent, level, rank).
-            heap = [(-log_probs[0][0], 0, 0.0, 0, 0, 0)]
-            arrivals = 1
+            heap: list[Branch] = [(-log_probs[0][0], (best[0][0],), 0.0, 0, 0)]
             while heap and len(tokens) < self.nodes:
-                cost, _, above, parent, level, rank = heapq.heappop(heap)
+                cost, path, above, parent, rank = heapq.heappop(heap)
+                level = len(path) - 1
                 node = len(tokens)
                 parents.append(parent)
-                tokens.append(best[level][rank])
+                tokens.append(path[-1])
                 if rank + 1 < len(best[level]):
-                    entry = (-(above + log_probs[level][rank + 1]), arrivals, above, parent, level, rank + 1)
-                    heapq.heappush(heap, entry)
-                    arrivals += 1
+                    sibling = (*path[:-1], best[level][rank + 1])
+                    heapq.heappush(heap, (-(above + log_probs[level][rank + 1]), sibling, above, parent, rank + 1))
                 if level + 1 < depth:
-                    entry = (cost - log_probs[level + 1][0], arrivals, -cost, node, level + 1, 0)
-                    heapq.heappush(heap, entry)
-                    arrivals += 1
+                    child = (*path, best[level + 1][0])
+                    heapq.heappush(heap, (cost - log_probs[level + 1][0], child, -cost, node, 0))
         return DraftTree(Topology(tuple(parents)), tuple(tokens))
 
 
 def _best(logits: Float[Tensor, "G V"], k: int) -> tuple[list[list[float]], list[list[int]]]:
     """Log-probabilities and ids of the k best tokens per row, best first, exact ties to the lowest id."""
-    values, ids = logits.float().topk(k, dim=-1)
-    values = values - logits.float().logsumexp(dim=-1, keepdim=True)
-    by_id = ids.argsort(dim=-1)
-    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
-    by_value = torch.argsort(values, dim=-1, descending=True, stable=True)
-    return values.gather(1, by_value).tolist(), ids.gather(1, by_value).tolist()
+    logits = logits.float()
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    last = logits.topk(k, dim=-1).values[:, -1:]
+    values, ids = [], []
+    for row, able, norm in zip(logits, logits >= last, norms, strict=True):
+        # topk picks any of the tokens tied for the last place, so all that reach it are sorted again, by id.
+        places = able.nonzero().flatten()
+        chosen = places[row[places].argsort(descending=True, stable=True)[:k]]
+        values.append((row[chosen] - norm).tolist())
+        ids.append(chosen.tolist())
+    return values, ids
 
 
 def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from forestream.config import JsonConfig, in_range
+from forestream.config import JsonConfig, in_range, whole
 from forestream.model import PassOutput, StreamingLM
 
 IGNORED = -100
@@ -36,7 +36,7 @@ class LossConfig(JsonConfig):
     def __post_init__(self) -> None:
         for name in ("main", "stream", "scorer"):
             in_range(name, getattr(self, name), 0.0)
-        in_range("chunk", self.chunk, 1)
+        whole("chunk", self.chunk, 1)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ def collect(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def _portable(argument: str) -> str:
     """Paths outside the working folder mean nothing elsewhere: only their last part is kept."""
-    path = Path(argument)
+    option, glue, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
     outside = path.is_absolute() or ".." in path.parts
-    return path.name if outside else argument
+    return f"{option}{glue}{path.name if outside else value}"
 
 
 def _commit() -> str | None:

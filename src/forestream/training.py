@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from forestream import checkpoint
-from forestream.config import JsonConfig, StreamConfig, in_range, one_of
+from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
 from forestream.data import Collator, TokenDataset, Tokens, grouped_order
 from forestream.errors import DataError
 from forestream.model import StreamingLM
@@ -54,9 +54,9 @@ class TrainConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
-            in_range(name, getattr(self, name), 1)
+            whole(name, getattr(self, name), 1)
         in_range("learning_rate", self.learning_rate, 0.0, 1.0)
-        in_range("warmup", self.warmup, 0)
+        whole("warmup", self.warmup, 0)
         in_range("share", self.share, 0.0, 1.0)
         one_of("dtype", self.dtype, ("bfloat16", "float32"))
 

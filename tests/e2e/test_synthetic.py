@@ -14,7 +14,8 @@ from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
 from forestream.checkpoint import PROVENANCE
 from forestream.cli import app
-from forestream.config import StreamConfig
+from forestream.config import DecodeSettings, StreamConfig
+from forestream.evaluation import outputs
 from forestream.generation import Generation, Generator
 from forestream.packing import Pack
 from forestream.steps import Counters
@@ -54,6 +55,11 @@ def fresh_adapter(base: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def train(base: Path, output: Path, *changes: object) -> None:
+    settings = ("--stream-layers", 2, "--batch-size", 10, "--learning-rate", 5e-3, *changes)
+    forestream("train", "--task", "synthetic", "--base", base, "--output", output, *settings, *FLOAT32)
+
+
 def read_log(run: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [line for line in lines if "stream_1_loss" in line]
@@ -62,10 +68,9 @@ def read_log(run: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     folder = tmp_path_factory.mktemp("synthetic")
-    base = tiny_base(folder / "base", hidden_size=64, intermediate_size=128, initializer_range=0.25)
+    base = tiny_base(folder / "base", hidden_size=96, intermediate_size=192, initializer_range=0.2)
     fresh = fresh_adapter(base, folder / "fresh")
-    settings = ("--stream-layers", 2, "--batch-size", 10, "--learning-rate", 5e-3, "--stream-weight", 0.3)
-    forestream("train", "--task", "synthetic", "--base", base, "--output", folder / "joint", *settings, *FLOAT32)
+    train(base, folder / "joint", "--stream-weight", 0.3)
     return Adapters(base, fresh, folder / "joint", read_log(folder / "joint.run"))
 
 
@@ -74,8 +79,6 @@ def prompts(split: str, count: int) -> list[str]:
 
 
 def generator(adapter: Path, **settings: Any) -> Generator:
-    from forestream.config import DecodeSettings
-
     return Generator.from_pretrained(
         adapter, dtype=torch.float32, settings=DecodeSettings(**{"nodes": 8, "max_new_tokens": TOKENS, **settings})
     )
@@ -189,32 +192,39 @@ def test_the_score_rises_and_is_the_same_in_every_way(adapters: Adapters, tmp_pa
 
     assert score(adapters.fresh, "batched")[0] == 0.0
     best, texts = score(adapters.joint, "forestream")
-    assert best > 50.0
+    assert best > 30.0
     assert score(adapters.joint, "plain") == (best, texts)
     assert score(adapters.joint, "batched") == (best, texts)
+
+
+def test_an_adapter_that_is_not_merged_writes_the_same(adapters: Adapters) -> None:
+    model, tokenizer = checkpoint.load(adapters.joint, merge=False)
+    unmerged = Generator(model, tokenizer, DecodeSettings(max_new_tokens=TOKENS))
+    examples = TASK.grouped("train")[:4]
+    wanted = outputs(generator(adapters.joint), examples, "plain")
+    for way in ("plain", "forestream", "batched"):
+        assert outputs(unmerged, examples, way) == wanted
 
 
 # --- lossless -----------------------------------------------------------------------------------------------------
 
 
 def test_lossless_streams_learn_to_draft_for_a_base_that_stays_as_it_is(adapters: Adapters, tmp_path: Path) -> None:
-    """The base is the fine-tuned model; only acceptance changes, its text does not."""
-    tuned, tokenizer = checkpoint.load(adapters.joint)
+    """The base is a model fine-tuned without streams: what it writes stays, what changes is acceptance."""
+    train(adapters.base, tmp_path / "twin", "--streams", 0, "--examples", 1400)
+    twin, tokenizer = checkpoint.load(tmp_path / "twin")
     base = tmp_path / "tuned"
-    tuned.port.model.save_pretrained(base)
+    twin.port.model.save_pretrained(base)
     tokenizer.save_pretrained(base)
     fresh = generator(fresh_adapter(base, tmp_path / "fresh", mode="lossless"))
-    settings = ("--mode", "lossless", "--stream-layers", 2, "--batch-size", 10, "--learning-rate", 5e-3)
-    amount = ("--examples", 800, "--stream-weight", 1.0)
-    forestream(
-        "train", "--task", "synthetic", "--base", base, "--output", tmp_path / "own", *settings, *amount, *FLOAT32
-    )
+    train(base, tmp_path / "own", "--mode", "lossless", "--examples", 1000, "--stream-weight", 1.0)
     trained = generator(tmp_path / "own")
     texts = prompts("train", 8)
     before, slow = run_all(fresh, texts)
     after, fast = run_all(trained, texts)
-    wanted = generator(adapters.joint)
+    wanted = generator(tmp_path / "twin")
     for one, other, text in zip(before, after, texts, strict=True):
         assert one.tokens == other.tokens == wanted.collect(wanted.plain_steps(text)).tokens
+    assert outputs(trained, TASK.grouped("train")[:8], "batched") == [generation.text for generation in after]
     assert fast.mean_acceptance_length > 1.5
     assert fast.mean_acceptance_length > slow.mean_acceptance_length + 0.5

@@ -23,39 +23,13 @@ from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.pruning import KeepAbove, KeepBest, edge_scores
 from forestream.steps import tokens_of
-from forestream.topology import Topology
 from oracle import Prophet, assert_no_trace, assert_packed_equals_plain, prefilled, slow_tree_logits
+from treepass import CLOSE, TOKENS, TREE, close, tree_pass
 from wrapped import STREAMS, prompt, wrapped
-from zoo import HOSTS, WINDOW, custom
+from zoo import HOSTS, WINDOW
 
 every_host = pytest.mark.parametrize("host", HOSTS)
 both_modes = pytest.mark.parametrize("mode", ["joint", "lossless"])
-
-TREE = Topology((-1, 0, 0, 1, 1, 2, 4))
-TOKENS = (11, 5, 6, 7, 8, 9, 3)
-CLOSE = 2e-5
-
-
-def close(found: Tensor, wanted: Tensor, what: str, tolerance: float = CLOSE) -> None:
-    largest, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
-    assert difference <= tolerance * largest, f"{what} differ by {difference:.3g}; the largest is {largest:.3g}"
-
-
-@torch.no_grad()
-def tree_pass(
-    model: StreamingLM,
-    text: Sequence[int],
-    carriers: Sequence[int] = tuple(range(7)),
-    streams: int = 3,
-    tokens: Sequence[int] = TOKENS,
-    topology: Topology = TREE,
-    prune: Any = None,
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Logits of main [N,V] and of streams [G,C,V] of a packed pass behind `text`, and the nodes that survived."""
-    cache = prefilled(model, text, spare=len(topology) * (1 + streams))
-    pack = Pack.tree(topology, carriers, streams)
-    output = model(torch.tensor([list(tokens)]), pack, cache, prune, topology)
-    return model.logits(output.main[0]), model.logits(output.streams[0]), output.kept
 
 
 def against_the_oracle(model: StreamingLM, text: Sequence[int], carriers: Sequence[int], streams: int) -> None:
@@ -299,35 +273,6 @@ def test_the_comparison_of_caches_notices_a_shifted_path(monkeypatch: pytest.Mon
                 assert_no_trace(cache, replayed)
         else:
             assert_no_trace(cache, replayed)
-
-
-# --- rotary tables that change with the length --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-@torch.no_grad()
-def test_streams_beyond_the_border_do_not_disturb_the_main_states(kind: str) -> None:
-    if kind == "dynamic":
-        rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-        host = custom("llama", num_key_value_heads=2, max_position_embeddings=24, rope_parameters=rope)
-    else:
-        rope = {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 6,
-            "long_factor": [4.0] * 6,
-            "original_max_position_embeddings": 24,
-        }
-        host = custom("phi3", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=24)
-    model, text = wrapped(host), prompt(20)
-    # depths 0..3 behind 20 tokens reach position 23, the last one before the border; streams reach 27
-    alone, _, _ = tree_pass(model, text, (), 0)
-    beside, _, _ = tree_pass(model, text, range(7), STREAMS)
-    again, _, _ = tree_pass(model, text, (), 0)
-    assert float((alone - beside).abs().max()) <= 1e-5
-    assert torch.equal(alone, again)
-    ids = torch.tensor([[*text, *(TOKENS[n] for n in TREE.path(6))]])
-    close(alone[list(TREE.path(6))], model.port.model(ids, use_cache=False).logits[0, 20:], "main logits")
 
 
 # --- the oracle notices ---------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forestream.drafting import BudgetTree, FullTree
-from oracle import best_paths, paths_of
-from strategies import stream_logits, tied_logits
+from oracle import best_paths
+from strategies import paths_of, stream_logits, tied_logits
 
 ROOT = 99
 

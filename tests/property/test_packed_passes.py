@@ -11,10 +11,12 @@ from torch import Tensor
 
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
-from forestream.decode import decode
-from forestream.drafting import DraftTree, drafter_for
+from forestream.decode import check, decode
+from forestream.decode import stream_logits as decode_streams
+from forestream.drafting import DraftTree, FullTree, drafter_for
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.pruning import KeepAbove, KeepBest
 from forestream.steps import tokens_of
 from oracle import Prophet, assert_packed_equals_plain, prefilled
 from strategies import carriers_in, draft_trees
@@ -62,6 +64,27 @@ def test_changing_a_token_changes_its_own_branch_and_no_other(data: DataObject) 
         behind = changed in tree.topology.path(node)
         for a, b in zip(before, after, strict=True):
             assert torch.equal(a[node], b[node]) == (not behind)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_fused_and_deferred_streams_say_the_same(data: DataObject) -> None:
+    """Of whichever node was accepted, after whatever pruning."""
+    model = model_of(*data.draw(HOSTS))
+    text = prompt(data.draw(st.integers(1, 12)), seed=data.draw(st.integers(0, 99)))
+    truth = text + tokens_of(list(plain(model, text, DecodeSettings(max_new_tokens=4))))
+    keep = data.draw(st.sampled_from([None, KeepBest(4), KeepAbove(0.5)]))
+    logits = torch.zeros(3, model.port.config.vocab_size)
+    tree = Prophet(FullTree(2), truth, rate=0.8, seed=data.draw(st.integers(0, 99)))(truth[: len(text) + 1], logits)
+    found = []
+    for carriers in ("deferred", "fused"):
+        cached = prefilled(model, text, spare=5 * len(tree.tokens))
+        checked = check(model, tree, cached, STREAMS, DecodeSettings(carriers=carriers), keep)
+        assert checked.streams.shape[1] == (STREAMS if carriers == "fused" else 0)
+        found.append((checked.verdict, decode_streams(model, checked, STREAMS, cached)))
+    assert found[0][0] == found[1][0]
+    largest = float(found[0][1].abs().max())
+    assert float((found[0][1] - found[1][1]).abs().max()) <= 2e-5 * largest
 
 
 @settings(max_examples=25)

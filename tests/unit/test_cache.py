@@ -11,13 +11,13 @@ from forestream.baseline import plain
 from forestream.cache import PassCache, StreamCache
 from forestream.config import DecodeSettings
 from forestream.decode import check, decode, prompt_pass, stream_logits
-from forestream.drafting import BudgetTree
+from forestream.drafting import BudgetTree, DraftTree
 from forestream.errors import CacheError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.pruning import KeepBest
 from forestream.steps import tokens_of
-from forestream.topology import chain
+from forestream.topology import Topology, chain
 from oracle import Prophet, assert_no_trace, prefilled
 from wrapped import prompt, wrapped
 
@@ -232,6 +232,21 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(mode: str, pruned
     assert (*text, token) == truth[: len(text) + 1]
     assert sum(accepted) >= 4
     assert min(accepted) < max(accepted)
+
+
+@torch.no_grad()
+def test_pruned_nodes_in_front_of_the_accepted_ones_shift_no_layer() -> None:
+    """Trunk layers have written all nodes, stream layers the survivors: each commits by its own numbers."""
+    model, start = wrapped("llama"), prompt(5)
+    settings = DecodeSettings(max_new_tokens=4)
+    truth = tokens_of(list(plain(model, start, settings)))
+    wrong = [(token + 1) % 70 for token in truth]
+    tree = DraftTree(Topology((-1, 0, 0, 2, 2, 4)), (truth[0], wrong[1], truth[1], wrong[2], truth[2], truth[3]))
+    cache = prefilled(model, start, spare=6)
+    checked = check(model, tree, cache, 0, settings, lambda topology, edges: (0, 2, 4, 5))
+    assert checked.kept == (0, 2, 4, 5)
+    assert checked.verdict.path == (0, 1, 2, 3)
+    assert_no_trace(cache, prefilled(model, (*start, *truth)))
 
 
 class Interrupted(Exception):

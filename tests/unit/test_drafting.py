@@ -10,7 +10,8 @@ from forestream.config import DecodeSettings
 from forestream.drafting import BudgetTree, DraftTree, FullTree, drafter_for, largest_tree
 from forestream.errors import ConfigError
 from forestream.topology import Topology, chain
-from oracle import best_paths, paths_of
+from oracle import best_paths
+from strategies import paths_of
 
 ROOT = 99
 

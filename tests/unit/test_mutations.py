@@ -25,10 +25,10 @@ from oracle import (
     assert_no_trace,
     assert_packed_equals_plain,
     best_paths,
-    paths_of,
     prefilled,
     visible,
 )
+from strategies import paths_of
 from wrapped import prompt, wrapped
 
 TREE = DraftTree(Topology((-1, 0, 0, 1)), (5, 6, 7, 8))

@@ -8,7 +8,8 @@ import torch
 
 from forestream.packing import Pack
 from forestream.topology import Topology, chain
-from oracle import all_trees, slots, visible
+from oracle import slots, visible
+from strategies import all_trees
 
 
 def subsets(nodes: int) -> Iterator[tuple[int, ...]]:

@@ -8,7 +8,7 @@ import torch
 from forestream.config import DecodeSettings
 from forestream.pruning import ExitScorer, KeepAbove, KeepBest, edge_scores, first_chain, keep_rule
 from forestream.topology import Topology, chain
-from oracle import all_trees
+from strategies import all_trees
 
 SMALL_TREES = [tree for nodes in range(1, 6) for tree in all_trees(nodes)]
 #        0

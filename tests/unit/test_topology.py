@@ -7,7 +7,7 @@ import torch
 
 from forestream.errors import ConfigError
 from forestream.topology import Topology, chain, full
-from oracle import all_trees
+from strategies import all_trees
 
 EVERY_TREE = [tree for nodes in range(1, 7) for tree in all_trees(nodes)]
 

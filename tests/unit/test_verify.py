@@ -7,7 +7,7 @@ import pytest
 from forestream.drafting import DraftTree
 from forestream.topology import Topology, chain
 from forestream.verify import Verdict, verify
-from oracle import all_trees
+from strategies import all_trees
 
 ROOT_TOKEN = 7
 

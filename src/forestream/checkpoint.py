@@ -8,10 +8,11 @@ provenance.json                                  command, commit, versions, mach
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forestream.bases import fingerprint, load_base
 from forestream.config import JsonConfig, StreamConfig
-from forestream.errors import CheckpointError, ConfigError
+from forestream.errors import CheckpointError
 from forestream.model import StreamingLM
 
 FORMAT = 1
@@ -71,8 +72,10 @@ class Manifest:
                 raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
             if set(values) != {"config", "base"}:
                 raise CheckpointError(f"{path} holds {sorted(values)}; expected 'base' and 'config'")
+            if missing := sorted({field.name for field in fields(StreamConfig)} - set(values["config"])):
+                raise CheckpointError(f"{path} lacks the settings {', '.join(missing)}; the adapter cannot be rebuilt")
             return Manifest(StreamConfig.from_dict(values["config"]), BaseModel.from_dict(values["base"]))
-        except (json.JSONDecodeError, AttributeError, TypeError, ConfigError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is malformed: {error}") from error
 
 
@@ -87,6 +90,12 @@ def own_tensors(model: StreamingLM) -> dict[str, Tensor]:
     }
 
 
+def lora_tensors(host: PeftModel) -> dict[str, Tensor]:
+    """The LoRA's tensors under PEFT's names; embeddings are never trained, and PEFT would ask a hub about them."""
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(host, save_embedding_layers=False)
+    return tensors
+
+
 def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write LoRA, streams and scorer into an existing folder, in `dtype` or as they are."""
     if not isinstance(model.host, PeftModel):
@@ -95,7 +104,7 @@ def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = 
     def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
 
-    save_file(stored(get_peft_model_state_dict(model.host)), folder / LORA, {"format": "pt"})
+    save_file(stored(lora_tensors(model.host)), folder / LORA, {"format": "pt"})
     save_file(stored(own_tensors(model)), folder / STREAMS, {"format": "pt"})
 
 
@@ -107,7 +116,7 @@ def read_weights(model: StreamingLM, folder: Path) -> None:
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
-    lora = _tensors(folder / LORA, get_peft_model_state_dict(model.host))
+    lora = _tensors(folder / LORA, lora_tensors(model.host))
     own = _tensors(folder / STREAMS, own_tensors(model))
     set_peft_model_state_dict(model.host, lora)
     for name, part in {"start": model.start, "scorer": model.scorer}.items():
@@ -150,23 +159,35 @@ def save(
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
-    if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise CheckpointError(f"{folder} exists and is no adapter folder; choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_weights(model, aside, dtype)
-        lora = model.host.peft_config["default"]
+        lora = copy.deepcopy(model.host.peft_config["default"])
         lora.base_model_name_or_path, lora.inference_mode = base.name, True
         lora.save_pretrained(str(aside))
         (aside / MANIFEST).write_text(Manifest(model.stream_config, base).to_json())
         (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
         aside.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.replace(folder)
+        _put(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put(aside: Path, folder: Path) -> None:
+    """Move `aside` to `folder`; what stood there goes only once that has worked."""
+    if not folder.exists():
+        aside.replace(folder)
+        return
+    earlier = folder.rename(aside.with_name(f"{aside.name}-earlier"))
+    try:
+        aside.replace(folder)
+    except BaseException:
+        earlier.rename(folder)
+        raise
+    shutil.rmtree(earlier)
 
 
 def load(

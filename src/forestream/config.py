@@ -104,6 +104,8 @@ class StreamConfig(JsonConfig):
         whole("lora_rank", self.lora_rank, 1)
         whole("lora_alpha", self.lora_alpha, 1)
         whole("scorer_rank", self.scorer_rank, 0)
+        if not isinstance(self.value_rotation, bool):
+            raise ConfigError(f"value_rotation is {self.value_rotation!r}; expected true or false")
         if self.rotation_angle is not None:
             in_range("rotation_angle", self.rotation_angle, 0.0)
         if self.mode == "lossless" and self.streams == 0:

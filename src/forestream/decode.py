@@ -23,6 +23,12 @@ from forestream.steps import Finish, Step
 from forestream.topology import Topology
 from forestream.verify import Verdict, verify
 
+ROOT_ALONE = Topology((-1,))
+"""The tree of plain decoding: one node, no drafts."""
+
+LARGEST_TREE = 4096
+"""Nodes of the largest tree that is decoded."""
+
 
 def decode(
     model: StreamingLM,
@@ -43,7 +49,7 @@ def decode(
 
     Raises:
         PromptError: the prompt is empty or leaves no room before the context limit.
-        ConfigError: more streams than were trained, or pruning without a scorer.
+        ConfigError: more streams than were trained, too large a tree, or pruning without a scorer.
     """
     streams = streams_in_use(model, settings)
     limit = token_limit(model, prompt, settings)
@@ -53,7 +59,7 @@ def decode(
     if limit == 0:
         return
     draft = drafter or drafter_for(settings)
-    slots = largest_tree(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
+    slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
     cache = model.new_cache(len(prompt) + limit + max(slots, streams + 1))
     text = list(prompt)
     began = perf_counter()
@@ -155,6 +161,21 @@ def streams_in_use(model: StreamingLM, settings: DecodeSettings) -> int:
     return trained if settings.streams is None else settings.streams
 
 
+def tree_limit(settings: DecodeSettings, streams: int) -> int:
+    """Most nodes that a tree can have in this run.
+
+    Raises:
+        ConfigError: more than a pass can sensibly hold.
+    """
+    nodes = largest_tree(settings, streams)
+    if nodes > LARGEST_TREE:
+        raise ConfigError(
+            f"a full tree with k = {settings.k} and {streams} streams has {nodes} nodes; at most {LARGEST_TREE} are "
+            "taken: lower k or streams, or use a budget tree"
+        )
+    return nodes
+
+
 def token_limit(model: StreamingLM, prompt: Sequence[int], settings: DecodeSettings) -> int:
     """How many tokens may be written: the caller's cap, or what is left before the context limit.
 
@@ -184,7 +205,3 @@ def finish_reason(tokens: tuple[int, ...], written: int, limit: int, eos: Sequen
     if tokens[-1] in eos:
         return "stop"
     return "length" if written >= limit else None
-
-
-ROOT_ALONE = Topology((-1,))
-"""The tree of plain decoding: one node, no drafts."""

@@ -46,7 +46,8 @@ def _batched(
 ) -> list[str]:
     host = generator.model.host
     # A lossless adapter never touches the text: its base alone writes it.
-    untouched = host.disable_adapter() if isinstance(host, PeftModel) else nullcontext()
+    lossless = generator.model.stream_config.mode == "lossless" and isinstance(host, PeftModel)
+    untouched = host.disable_adapter() if lossless else nullcontext()
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     # Prompts of similar length share a batch, so that little is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

@@ -181,7 +181,9 @@ class StreamingLM(nn.Module):
         committed = cache.committed if cache is not None else 0
         ahead = self.stream_config.positions if not self.port.learned_positions else "same"
         positions = pack.positions(committed, ahead)
-        placed = positions.to(states.device)
+        # Streams may reach past the end of the text's room, where some rotary types change their frequencies for all.
+        reach = int(positions[:, : pack.mains].max()) + 1 if pack.mains else committed
+        placed = positions.clamp(max=self.port.room(reach) - 1).to(states.device)
         store = self._storage(pack, cache)
         if cache is not None:
             cache.begin(layers)

@@ -171,6 +171,8 @@ def fit(
     )
     folder.mkdir(parents=True, exist_ok=True)
     last = get_last_checkpoint(str(folder)) if resume else None
+    if last:
+        _forget_after(folder / "log.jsonl", int(last.rsplit("-", 1)[1]))
     outcome = trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
@@ -182,6 +184,12 @@ def fit(
         "seconds": round(float(outcome.metrics["train_runtime"]), 1),
         "last_log": terms[-1] if terms else {},
     }
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Drop the log's lines behind the checkpoint that a run resumes from: they are about to be written again."""
+    lines = log.read_text().splitlines() if log.is_file() else []
+    log.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:

@@ -10,9 +10,7 @@ from forestream.config import DecodeSettings
 from forestream.decode import decode
 from forestream.errors import ConfigError
 from forestream.steps import tokens_of
-from oracle import (
-    assert_equal_texts,
-)
+from oracle import assert_equal_texts
 from subject import model_of
 from wrapped import prompt, wrapped
 from zoo import HOSTS

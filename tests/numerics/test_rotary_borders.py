@@ -61,6 +61,7 @@ def test_streams_beyond_the_border_do_not_disturb_the_main_states(kind: str) -> 
 def test_one_table_for_main_and_streams_would_be_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stretched(kind)
     monkeypatch.setattr(type(model.port), "_settled", lambda port, positions, i: positions)
+    monkeypatch.setattr(type(model.port), "room", lambda port, prompt: 10**6)
     monkeypatch.setattr(model, "_rotary", lambda states, places, mains, i: model.port.rotary(states, places, i))
     with pytest.raises(AssertionError, match="main logits with and without streams differ"):
         mains_before_the_border(model)

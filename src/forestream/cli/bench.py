@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from forestream.cli import options
 from forestream.cli.output import write_json
+from forestream.cli.progress import counted
 
 
 def bench(
@@ -78,10 +78,8 @@ def bench(
     generator = options.load_generator(adapter, base, dtype, settings, device)
     compared = [method(name.strip(), generator, prune_methods_below) for name in methods.split(",")]
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("prompts", total=len(prompts))
-        results = compare(generator.model, compared, prompts, repeats, lambda: progress.advance(bar))
+    with counted("prompts", len(prompts)) as advance:
+        results = compare(generator.model, compared, prompts, repeats, lambda: advance(1))
     record = {
         "provenance": provenance.collect(),
         "settings": {

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from forestream.cli import options
 from forestream.cli.output import write_json
+from forestream.cli.progress import counted
 
 
 class Way(StrEnum):
@@ -57,10 +57,8 @@ def evaluate(
     examples = chosen.grouped(split, data_dir)[:limit]
     settings = options.settings_from(max_new_tokens=max_new_tokens or chosen.max_new_tokens)
     generator = options.load_generator(adapter, base, dtype, settings, device)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("inputs", total=len(examples))
-        texts = outputs(generator, examples, way.value, batch_size, lambda done: progress.advance(bar, done))
+    with counted("inputs", len(examples)) as advance:
+        texts = outputs(generator, examples, way.value, batch_size, advance)
     scores = chosen.score(texts, examples)
     table = Table(title=f"{task}, {split} split, {len(examples)} inputs")
     for name in scores:

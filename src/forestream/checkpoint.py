@@ -159,14 +159,14 @@ def save(
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
-        raise CheckpointError(f"{folder} exists and is no adapter folder; choose another output folder")
+    check_output(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_weights(model, aside, dtype)
         lora = copy.deepcopy(model.host.peft_config["default"])
         lora.base_model_name_or_path, lora.inference_mode = base.name, True
+        lora.target_modules = sorted(lora.target_modules)
         lora.save_pretrained(str(aside))
         (aside / MANIFEST).write_text(Manifest(model.stream_config, base).to_json())
         (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
@@ -174,6 +174,16 @@ def save(
         _put(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_output(folder: Path) -> None:
+    """See to it that an adapter may be written to `folder`, before hours are spent on making one.
+
+    Raises:
+        CheckpointError: `folder` exists and is no adapter folder.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
+        raise CheckpointError(f"{folder} exists and is no adapter folder; choose another output folder")
 
 
 def _put(aside: Path, folder: Path) -> None:

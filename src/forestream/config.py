@@ -1,7 +1,7 @@
 """Settings: frozen, self-validating dataclasses that survive a JSON round trip.
 
 `StreamConfig` describes what was trained and is stored with the weights. `DecodeSettings` describes how a trained
-model is run and can be changed freely: by construction it never changes the text.
+model is run and can be changed freely: in float32 the shape of the draft trees never changes the text.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class StreamConfig(JsonConfig):
 
 @dataclass(frozen=True)
 class DecodeSettings(JsonConfig):
-    """How a trained model is run. No setting here changes greedy text, only its speed.
+    """How a trained model is run. Beside the cap on tokens nothing here changes greedy text in float32, only its speed.
 
     Attributes:
         tree: "budget" keeps the `nodes` most probable nodes, "full" takes `k` tokens from each stream.
@@ -124,7 +124,8 @@ class DecodeSettings(JsonConfig):
         carriers: "deferred" computes streams for the accepted node in a second short pass, "fused" for every
             surviving node in the same pass. The drafts are the same.
         prune_below: drop edges whose scorer probability is below this; 0 keeps all.
-        prune_to: keep the best so many nodes by product of edge scores; None keeps all.
+        prune_to: keep the best so many nodes by product of edge scores, and always the chain of first choices; None
+            keeps all.
         max_new_tokens: cap on generated tokens.
     """
 

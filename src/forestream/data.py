@@ -74,19 +74,19 @@ def grouped_order(lengths: Sequence[int], batch_size: int, epochs: int, seed: in
     """
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
+    rest: list[int] = []
     for _ in range(epochs):
         shuffled = iter(torch.randperm(len(lengths), generator=generator).tolist())
         batches: list[list[int]] = []
         while pool := list(islice(shuffled, 50 * batch_size)):
             pool.sort(key=lambda i: lengths[i])
             batches += [pool[at : at + batch_size] for at in range(0, len(pool), batch_size)]
-        # The one short batch goes last: in the middle it would shift the borders of all batches behind it.
-        short = [batch for batch in batches if len(batch) < batch_size]
+        # What fills no batch goes to the very end: in the middle it would shift the borders of all batches behind it.
+        rest += [i for batch in batches if len(batch) < batch_size for i in batch]
         whole = [batch for batch in batches if len(batch) == batch_size]
         for place in torch.randperm(len(whole), generator=generator).tolist():
             order += whole[place]
-        order += [i for batch in short for i in batch]
-    return order
+    return order + rest
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,13 @@ def decode(
     eos: Sequence[int] = (),
     drafter: Drafter | None = None,
 ) -> Iterator[Step]:
-    """Write greedily after `prompt`, several tokens a pass; the tokens are those of plain decoding.
+    """Write greedily after `prompt`, several tokens a pass; in float32 the tokens are those of plain decoding.
 
     The first step is the prompt pass. Closing the iterator early leaves nothing behind.
 
     Args:
         prompt: token ids, at least one.
-        settings: shape of the draft trees; none of them changes the tokens in float32.
+        settings: shape of the draft trees, and the cap on tokens.
         eos: ids that end the text; they are yielded.
         drafter: replaces the one that `settings` name; its trees must not be larger than theirs.
 
@@ -80,7 +80,7 @@ def decode(
         tokens = until_end((*tokens, checked.verdict.next_token), eos)
         written += len(tokens)
         finish = finish_reason(tokens, written, limit, eos)
-        if not finish and streams:
+        if streams and limit - written > 1:
             logits = stream_logits(model, checked, streams, cache)
         # The end of the text may be a draft: what was verified behind it is not written.
         accepted = min(len(tokens), len(checked.verdict.path) - 1)
@@ -156,6 +156,8 @@ def streams_in_use(model: StreamingLM, settings: DecodeSettings) -> int:
         ConfigError: more than were trained.
     """
     trained = model.stream_config.streams
+    if settings.tree == "budget" and settings.nodes == 1:
+        return 0  # a root alone drafts nothing
     if settings.streams is not None and settings.streams > trained:
         raise ConfigError(f"streams is {settings.streams}; this adapter was trained with {trained}")
     return trained if settings.streams is None else settings.streams

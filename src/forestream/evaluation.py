@@ -64,6 +64,8 @@ def _batched(
                 attention_mask=mask.to(generator.model.device),
                 max_new_tokens=generator.settings.max_new_tokens,
                 do_sample=False,
+                repetition_penalty=1.0,
+                no_repeat_ngram_size=0,
                 eos_token_id=list(generator.eos) or None,
                 pad_token_id=pad,
             )

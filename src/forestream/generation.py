@@ -15,6 +15,7 @@ from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode
+from forestream.errors import PromptError
 from forestream.model import StreamingLM
 from forestream.steps import Counters, Step, tokens_of
 
@@ -69,7 +70,10 @@ class Generator:
         return cls(model.to(device), tokenizer, settings)
 
     def steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
-        """Decode speculatively, pass by pass; `changes` override single settings, such as max_new_tokens=32."""
+        """Decode speculatively, pass by pass; `changes` override single settings, such as max_new_tokens=32.
+
+        Errors surface when the first step is asked for.
+        """
         return decode(self.model, self._ids(prompt), replace(self.settings, **changes), self.eos)
 
     def plain_steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
@@ -114,6 +118,8 @@ class Generator:
         return decoded
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if prompt == "":
+            raise PromptError("the prompt is empty; give some text to go on from")
         return prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
 
 

@@ -188,7 +188,7 @@ class StreamingLM(nn.Module):
         if cache is not None:
             cache.begin(layers)
         if self.gate is not None:
-            self.gate.mains, self.gate.slots = pack.mains, len(pack)
+            self.gate.open(pack.mains, len(pack))
         masks: dict[int | None, Tensor] = {}
         rotary: dict[str, tuple[Tensor, Tensor] | None] = {}
         for i in layers:

@@ -47,18 +47,17 @@ def _portable(argument: str) -> str:
 
 def _commit() -> str | None:
     """The commit of the working copy that this package runs from, marked when files differ from it."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve()
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude", "*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        # An installed copy may lie inside somebody else's repository, whose commit says nothing about it.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--abbrev=12", "--dirty", "--exclude", "*")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return run.stdout.strip()
 
 

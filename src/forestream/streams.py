@@ -66,17 +66,26 @@ def rotate_values(
 class SlotGate:
     """Lossless mode: the LoRA branch of the stream layers yields exact zeros on main slots.
 
-    Set `mains` and `slots` before each pass through the layers it is attached to.
+    Call `open` before each pass through the layers it is attached to.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.mains = 0
         self.slots = 0
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, LoraLayer):
-                    for branch in module.lora_B.values():
-                        branch.register_forward_hook(self._gate)
+        self._branches = [m for layer in layers for m in layer.modules() if isinstance(m, LoraLayer)]
+        self._on = True
+        for module in self._branches:
+            for branch in module.lora_B.values():
+                branch.register_forward_hook(self._gate)
+
+    def open(self, mains: int, slots: int) -> None:
+        """Announce a pass of `slots` slots, the first `mains` of them main ones."""
+        self.mains, self.slots = mains, slots
+        # Without streams the branch would compute zeros only: plain decoding must not pay for that.
+        if (on := slots > mains) != self._on:
+            for module in self._branches:
+                module.enable_adapters(on)
+            self._on = on
 
     def _gate(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # Some hosts flatten rows and slots before their MLP, so the slot axis is restored first.

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from forestream import checkpoint
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
 from forestream.data import Collator, TokenDataset, Tokens, grouped_order
-from forestream.errors import DataError
+from forestream.errors import CheckpointError, DataError
 from forestream.model import StreamingLM
 from forestream.objective import JointLoss, LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
@@ -148,13 +148,14 @@ def fit(
 ) -> dict[str, Any]:
     """Train `model` in place; checkpoints and log go to `folder`.
 
-    With `resume`, the last checkpoint in `folder` is continued, as if it had never been interrupted.
+    With `resume`, the last complete checkpoint in `folder` is continued, as if it had never been interrupted.
 
     Returns:
-        A JSON-ready report: settings, examples used, updates, seconds, and the last log line of every term.
+        A JSON-ready report: settings, examples used, updates, seconds since the last start, and the last log line.
 
     Raises:
         DataError: no example is short enough.
+        CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
     """
     usable = [e for e in examples if len(e) <= config.max_length]
     if not usable:
@@ -170,9 +171,7 @@ def fit(
         callbacks=[_LogFile(folder / "log.jsonl")],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    last = get_last_checkpoint(str(folder)) if resume else None
-    if last:
-        _forget_after(folder / "log.jsonl", int(last.rsplit("-", 1)[1]))
+    last = _begin(folder, _identity(model, usable, config, loss_config), resume)
     outcome = trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
@@ -186,10 +185,42 @@ def fit(
     }
 
 
-def _forget_after(log: Path, step: int) -> None:
-    """Drop the log's lines behind the checkpoint that a run resumes from: they are about to be written again."""
+def _identity(
+    model: StreamingLM, examples: Sequence[Tokens], config: TrainConfig, loss_config: LossConfig
+) -> dict[str, Any]:
+    """What must not change when a run is resumed."""
+    digest = sha256(json.dumps([(e.prompt, e.completion) for e in examples]).encode()).hexdigest()
+    training = {key: value for key, value in asdict(config).items() if key not in ("save_every", "log_every")}
+    return {
+        "training": training,
+        "loss": asdict(loss_config),
+        "streams": asdict(model.stream_config),
+        "examples": digest,
+    }
+
+
+def _begin(folder: Path, identity: dict[str, Any], resume: bool) -> str | None:
+    """Note what the run is; return the checkpoint to go on from, the last one that was written to its end."""
+    note, log = folder / "run.json", folder / "log.jsonl"
+    complete = {
+        int(path.name.rsplit("-", 1)[1]): path
+        for path in folder.glob("checkpoint-*")
+        if (path / "trainer_state.json").is_file()
+    }
+    if complete and not resume:
+        raise CheckpointError(f"{folder} holds an earlier run; continue it (--resume) or remove the folder")
+    if complete and note.is_file() and (earlier := json.loads(note.read_text())) != identity:
+        changed = sorted(key for key in identity if earlier.get(key) != identity[key])
+        raise CheckpointError(
+            f"the run in {folder} was started with another setting of {', '.join(changed)}; resume it with the same "
+            "ones, or train into another folder"
+        )
+    note.write_text(json.dumps(identity, indent=1) + "\n")
+    step = max(complete, default=0)
+    # The log's lines behind the checkpoint are about to be written again.
     lines = log.read_text().splitlines() if log.is_file() else []
-    log.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+    log.write_text("".join(f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step))
+    return str(complete[step]) if step else None
 
 
 def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:

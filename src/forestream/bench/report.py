@@ -55,10 +55,16 @@ def _bench(record: dict[str, Any]) -> str:
         rows.append(
             f"| {name} | {row['call_reduction']:.2f} | {row['mean_acceptance_length']:.2f} "
             f"| {row['nodes_per_pass']:.1f} | {1000 * row['seconds_per_pass']:.1f} | {row['tokens_per_second']:.1f} "
-            f"| {speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f}) "
+            f"| {_spread(speedup)} "
             f"| {row['equal_outputs']} of {row['prompts']} |\n"
         )
     return _BENCH_HEAD + "".join(rows)
+
+
+def _spread(speedup: dict[str, Any]) -> str:
+    if speedup["median"] is None:
+        return "nothing was decoded"
+    return f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})"
 
 
 def _scores(record: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forestream.bench.methods import PLAIN, Method
-from forestream.errors import ConfigError
+from forestream.errors import ConfigError, ForestreamError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.steps import Counters, tokens_of
@@ -100,13 +100,10 @@ def compare(
         advance: called after each prompt, for a progress bar.
 
     Raises:
-        ConfigError: plain is missing, or there is no prompt.
+        ConfigError: plain is missing, a method is named twice, or there is no prompt.
+        ForestreamError: a method wrote two different texts after one prompt.
     """
-    records = {method.name: Record(method) for method in methods}
-    if PLAIN not in records:
-        raise ConfigError(f"methods are {', '.join(records)}; plain must be among them, as the baseline")
-    if not prompts:
-        raise ConfigError("there is no prompt to run")
+    records = _records(methods, prompts)
     for method in methods:
         tokens_of(list(method.run(prompts[0])))
     for number, prompt in enumerate(prompts):
@@ -119,7 +116,9 @@ def compare(
                 counters = Counters()
                 counters.extend(steps)
                 runs[method.name].append(counters)
-                texts[method.name] = tokens_of(steps)
+                text = tokens_of(steps)
+                if texts.setdefault(method.name, text) != text:
+                    raise ForestreamError(f"{method.name} wrote another text when it was run again on prompt {number}")
         for name, record in records.items():
             record.runs.append(Run(texts[name], tuple(runs[name])))
             if texts[name] == texts[PLAIN]:
@@ -130,24 +129,42 @@ def compare(
     return {name: record.summary(records[PLAIN]) for name, record in records.items()}
 
 
+def _records(methods: Sequence[Method], prompts: Sequence[Sequence[int]]) -> dict[str, Record]:
+    records = {method.name: Record(method) for method in methods}
+    if len(records) < len(methods):
+        raise ConfigError(f"methods are {', '.join(m.name for m in methods)}; name each of them once")
+    if PLAIN not in records:
+        raise ConfigError(f"methods are {', '.join(records)}; plain must be among them, as the baseline")
+    if not prompts:
+        raise ConfigError("there is no prompt to run")
+    return records
+
+
 @torch.inference_mode()
 def first_difference_margin(
     model: StreamingLM, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
 ) -> float:
     """How far apart the two tokens' logits are where the texts part, given the text before.
 
-    A small margin is rounding at a near tie; a large one is a fault. 0 where one text is a prefix of the other.
+    A small margin is rounding at a near tie; a large one is a fault. The logits are those of one pass over the text
+    before, so below float32 they are themselves rounded a little differently from either method's.
+
+    Raises:
+        ForestreamError: one text is a prefix of the other, which no rounding explains.
     """
     place = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
     if place is None:
-        return 0.0
+        raise ForestreamError(
+            f"of two texts one stops after {min(len(plain), len(other))} tokens and the other goes on; this is a fault "
+            "of the decoding loop, please report it with the prompt"
+        )
     text = [*prompt, *plain[:place]]
     logits = next_logits(model, text)
     return float((logits[plain[place]] - logits[other[place]]).abs())
 
 
 def next_logits(model: StreamingLM, text: Sequence[int]) -> torch.Tensor:
-    """Logits [V] of the token after `text`, in float32, by plain decoding's own pass over it."""
+    """Logits [V] of the token after `text`, in float32, by one pass over it."""
     ids = torch.tensor([list(text)], device=model.device)
     output = model(ids, Pack.text(len(text), torch.zeros(1, 0, dtype=torch.long), 0))
     return model.logits(output.main[0, -1:])[0].float()

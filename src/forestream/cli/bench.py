@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -102,21 +103,22 @@ def bench(
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="against plain decoding, same model, same run")
-    for heading in ("method", "tokens/pass", "accept. length", "nodes/pass", "ms/pass", "tokens/s", "speedup", "equal"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    table = Table(title="against plain decoding, same model, same run", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = ("method", "tokens/\npass", "accept.\nlength", "nodes/\npass", "ms/\npass", "tokens/\ns", "speedup")
+    for heading in (*headings, "min to max", "equal\ntexts"):
+        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     for name, row in results.items():
         speedup = row["speedup"]
+        decoded = speedup["median"] is not None
         table.add_row(
             name,
             f"{row['call_reduction']:.2f}",
             f"{row['mean_acceptance_length']:.2f}",
             f"{row['nodes_per_pass']:.1f}",
-            f"{1000 * row['seconds_per_pass']:.1f}",
+            f"{1000 * row['seconds_per_pass']:.0f}",
             f"{row['tokens_per_second']:.1f}",
-            "-"
-            if speedup["median"] is None
-            else f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})",
-            f"{row['equal_outputs']} of {row['prompts']}",
+            f"{speedup['median']:.2f}" if decoded else "-",
+            f"{speedup['min']:.2f}-{speedup['max']:.2f}" if decoded else "-",
+            f"{row['equal_outputs']}/{row['prompts']}",
         )
     Console().print(table)

@@ -43,6 +43,7 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     stream_weight: Annotated[float, typer.Option(help="alpha_j of the joint loss, the same for all streams.")] = 0.1,
     share: Annotated[float, typer.Option(help="Share of the completion positions that carry streams.")] = 1.0,
+    device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; adapter weights stay float32.")
     ] = options.DType.bfloat16,
@@ -71,10 +72,13 @@ def train(
         epochs, batch_size, accumulate, learning_rate, share=share, dtype=dtype.value, seed=seed, save_every=save_every
     )
     loss = LossConfig(stream=stream_weight)
+    made = provenance.collect()  # of the code that trains: the working copy may change meanwhile
+    checkpoint.check_output(output)
     chosen = get_task(task)
     rows = chosen.examples("train", data_dir)
     random.Random(seed).shuffle(rows)
     host, tokenizer = load_base(base, options.torch_dtype(dtype))
+    host.to(options.torch_device(device))
     origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host))
     layers = stream_layers or max(1, host.config.num_hidden_layers // 2)
     torch.manual_seed(seed)
@@ -84,7 +88,7 @@ def train(
     _announce(console, model, config, loss, len(used))
     run = output.parent / f"{output.name}.run"
     report = fit(model, used, tokenizer.eos_token_id, run, config, loss, resume)
-    record: dict[str, Any] = {**provenance.collect(), "task": task, "stream": asdict(model.stream_config), **report}
+    record: dict[str, Any] = {**made, "task": task, "stream": asdict(model.stream_config), **report}
     checkpoint.save(model, output, origin, record)
     console.print(f"[green]wrote[/] {output}")
     console.print_json(json.dumps(report["last_log"]))

@@ -1,7 +1,7 @@
 # make demo    draft, verify and print: the shortest way to see it work
 # make test    every test, with the coverage gate
 # make quick   unit and property tests only
-# make check   style, types and the direction of dependencies
+# make check   style, types, the direction of dependencies, and what the fast tests cover
 # make bench   every recorded figure again: make bench DATA_DIR=... (about an hour, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
 
@@ -45,6 +45,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest tests/unit tests/property --cov --cov-report= --cov-fail-under=70 -q
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)

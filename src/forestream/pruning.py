@@ -18,7 +18,7 @@ from forestream.topology import Topology
 class ExitScorer(LowRank):
     """Rank-r adapter between the trunk's output and the model's own final norm and head.
 
-    Before training it is the identity, so that it scores like a plain early exit.
+    Before training it is the identity: a plain early exit, which is no good guess. Train it before pruning with it.
     """
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every record of the shipped E2E adapter. Needs an idle machine and about an hour on two cores.
+# Every record of the shipped E2E adapter. Needs an idle machine and about an hour and a half on two cores.
 #   benchmarks/e2e.sh DATA_DIR [TWIN_ADAPTER]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,17 +8,25 @@ twin=${2:-}
 adapter=adapters/smollm2-135m-e2e
 results=benchmarks/results
 run=.venv/bin/forestream
-common=(--adapter "$adapter" --task e2e --split test --data-dir "$data")
+bench=($run bench --adapter "$adapter" --task e2e --data-dir "$data")
 
-$run bench "${common[@]}" --limit 200 --methods plain,forestream --nodes 32 --carriers deferred \
-  --dtype float32 --json $results/e2e-test-float32.json
-$run bench "${common[@]}" --limit 60 --methods plain,forestream,budget-8+fused,budget-16,budget-32 \
-  --dtype bfloat16 --json $results/e2e-test-bfloat16.json
-$run bench "${common[@]}" --limit 40 --methods plain,full-1,full-2,full-3,full-1+prune,full-2+prune,full-3+prune \
-  --dtype bfloat16 --json $results/e2e-test-full-trees.json
-$run evaluate "${common[@]}" --way batched --dtype float32 --json $results/e2e-quality-joint.json
-if [ -n "$twin" ]; then
-  $run evaluate --adapter "$twin" --task e2e --split test --data-dir "$data" --way batched --dtype float32 \
-    --json $results/e2e-quality-twin.json
-fi
+# Settings are chosen on the validation split and reported on the test split.
+"${bench[@]}" --split validation --limit 16 --dtype bfloat16 \
+  --methods plain,budget-8,budget-16,budget-32,budget-8+fused,budget-16+fused \
+  --json $results/e2e-validation-bfloat16.json
+"${bench[@]}" --split test --limit 60 --dtype bfloat16 --methods plain,forestream \
+  --json $results/e2e-test-bfloat16.json
+"${bench[@]}" --split test --limit 200 --dtype float32 --methods plain,forestream --nodes 32 \
+  --json $results/e2e-test-float32.json
+"${bench[@]}" --split test --limit 200 --dtype bfloat16 \
+  --methods plain,full-1,full-1+prune,full-2,full-2+prune --json $results/e2e-test-full-trees-k1-k2.json
+"${bench[@]}" --split test --limit 200 --dtype bfloat16 \
+  --methods plain,full-3,full-3+prune --json $results/e2e-test-full-trees-k3.json
+
+quality() {
+  $run evaluate --adapter "$1" --task e2e --split test --data-dir "$data" --way batched --batch-size 32 \
+    --dtype float32 --json "$results/e2e-quality-$2.json"
+}
+quality "$adapter" joint
+if [ -n "$twin" ]; then quality "$twin" twin; fi
 .venv/bin/python benchmarks/refresh.py

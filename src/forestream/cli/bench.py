@@ -64,6 +64,7 @@ def bench(
     from forestream.data import prompt_ids
     from forestream.tasks import get_task
 
+    made = provenance.collect()
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
     settings = options.settings_from(
@@ -82,7 +83,7 @@ def bench(
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1))
     record = {
-        "provenance": provenance.collect(),
+        "provenance": made,
         "settings": {
             "adapter": adapter.name,
             "task": task,

@@ -53,6 +53,7 @@ def evaluate(
     from forestream.evaluation import outputs
     from forestream.tasks import get_task
 
+    made = provenance.collect()
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
     settings = options.settings_from(max_new_tokens=max_new_tokens or chosen.max_new_tokens)
@@ -68,7 +69,7 @@ def evaluate(
     if json_file is not None:
         run = {"adapter": adapter.name, "task": task, "split": split, "inputs": len(examples), "way": way.value}
         record = {
-            "provenance": provenance.collect(),
+            "provenance": made,
             "settings": {**run, "dtype": dtype.value, "max_new_tokens": settings.max_new_tokens},
             "scores": {name: round(score, 4) for name, score in scores.items()},
             "outputs": texts,

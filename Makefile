@@ -45,7 +45,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/unit tests/property --cov --cov-report= --cov-fail-under=70 -q
+	$(BIN)/python -m pytest tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)

@@ -300,7 +300,7 @@ def test_an_empty_prompt_is_refused(command: str, adapter: Path, tmp_path: Path)
     result = run(*prompted(command, ""), "--adapter", adapter, "--json", tmp_path / "out.json")
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines() == [
-        "error: PromptError: the prompt is empty; give at least one token, such as the begin-of-text token"
+        "error: PromptError: the prompt is empty; give some text to go on from"
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -175,9 +175,10 @@ LENGTHS = [int(n) for n in torch.randint(1, 200, (137,), generator=torch.Generat
 @pytest.mark.parametrize(("count", "size"), [(137, 8), (7, 8), (8, 8), (9, 8), (1, 1), (450, 4)])
 def test_every_epoch_meets_every_example_once(count: int, size: int) -> None:
     order = grouped_order([n % 17 for n in range(count)], size, epochs=3, seed=5)
-    assert len(order) == 3 * count
+    assert sorted(order) == sorted(3 * list(range(count)))
+    whole = count // size * size
     for epoch in range(3):
-        assert sorted(order[epoch * count : (epoch + 1) * count]) == list(range(count))
+        assert len(set(order[epoch * whole : (epoch + 1) * whole])) == whole
 
 
 def test_the_order_depends_on_lengths_and_seed_alone() -> None:
@@ -189,12 +190,13 @@ def test_the_order_depends_on_lengths_and_seed_alone() -> None:
 
 
 def test_more_epochs_leave_the_first_ones_as_they_were() -> None:
-    assert grouped_order(LENGTHS, 8, epochs=3, seed=1)[:137] == grouped_order(LENGTHS, 8, epochs=1, seed=1)
+    # The one example that fills no batch is met at the very end.
+    assert grouped_order(LENGTHS, 8, epochs=3, seed=1)[:136] == grouped_order(LENGTHS, 8, epochs=1, seed=1)[:136]
 
 
 def test_batches_hold_similar_lengths_and_come_in_random_order() -> None:
-    order = grouped_order(LENGTHS, 8, epochs=1, seed=1)
-    batches = [[LENGTHS[i] for i in order[at : at + 8]] for at in range(0, 136, 8)]
+    order = grouped_order(LENGTHS, 8, epochs=2, seed=1)
+    batches = [[LENGTHS[i] for i in order[at : at + 8]] for at in range(0, 2 * 136, 8)]
     spread = max(max(batch) - min(batch) for batch in batches)
     # 137 lengths from 1 to 200 in 17 batches: about 12 apart if sorted, about 160 if not.
     assert spread < 40

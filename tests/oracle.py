@@ -138,7 +138,7 @@ def slow_tree_logits(
         places.append(place)
         cache.angle = j * _rotation_angle(model)
         if model.gate is not None:
-            model.gate.mains, model.gate.slots = 0, 1
+            model.gate.open(mains=0, slots=1)
         state = _causal(model, model.stream_layers, _start(model, trunk[:, -1:], j), [place], places, cache)
         outcomes.append(model.port.head(model.port.finish(state))[0, 0])
     return mains, torch.stack(outcomes) if outcomes else mains[:0]

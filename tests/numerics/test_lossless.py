@@ -20,6 +20,7 @@ from forestream.model import StreamingLM
 from forestream.objective import LossConfig
 from forestream.packing import Pack
 from forestream.steps import Counters, tokens_of
+from forestream.streams import SlotGate
 from forestream.training import TrainConfig, fit
 from oracle import Prophet
 from wrapped import STREAMS, prompt, shake, trainable, trained, wrapped
@@ -144,8 +145,25 @@ def test_the_promise_is_noticed_when_broken(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("forestream.streams.SlotGate._gate", lambda gate, module, inputs, output: output)
     model = wrapped("llama", "lossless")
     start = prompt(6)
-    text = tokens_of(list(plain(model, start, DecodeSettings(max_new_tokens=16))))
+    settings = DecodeSettings(max_new_tokens=16, nodes=8, carriers="fused")
+    text = tokens_of(list(decode(model, start, settings)))
     assert text != generated(HOSTS["llama"](), start, 16)
+
+
+def test_plain_decoding_pays_nothing_for_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without streams in the pass the LoRA branches are not even computed; with streams they are, again."""
+    calls: list[int] = []
+    right = SlotGate._gate
+    monkeypatch.setattr(SlotGate, "_gate", lambda gate, *rest: calls.append(1) or right(gate, *rest))
+    model = wrapped("llama", "lossless")
+    settings = DecodeSettings(max_new_tokens=6, nodes=4)
+    tokens_of(list(plain(model, prompt(6), settings)))
+    assert not calls
+    tokens_of(list(decode(model, prompt(6), settings)))
+    assert calls
+    calls.clear()
+    tokens_of(list(plain(model, prompt(6), settings)))
+    assert not calls
 
 
 # --- joint ----------------------------------------------------------------------------------------------------

@@ -130,10 +130,10 @@ class DecodeSettings(JsonConfig):
     """
 
     tree: Literal["budget", "full"] = "budget"
-    nodes: int = 16
+    nodes: int = 8
     k: int = 2
     streams: int | None = None
-    carriers: Literal["deferred", "fused"] = "deferred"
+    carriers: Literal["deferred", "fused"] = "fused"
     prune_below: float = 0.0
     prune_to: int | None = None
     max_new_tokens: int = 128

@@ -41,7 +41,7 @@ def bench(
     nodes: options.Nodes = options.DEFAULTS.nodes,
     k: options.K = options.DEFAULTS.k,
     streams: options.Streams = None,
-    carriers: options.Carriers = options.CarrierForm.deferred,
+    carriers: options.Carriers = options.CarrierForm.fused,
     prune_below: options.PruneBelow = 0.0,
     prune_to: options.PruneTo = None,
     prune_methods_below: Annotated[

@@ -39,7 +39,7 @@ def inspect_adapter(
     nodes: options.Nodes = options.DEFAULTS.nodes,
     k: options.K = options.DEFAULTS.k,
     streams: options.Streams = None,
-    carriers: options.Carriers = options.CarrierForm.deferred,
+    carriers: options.Carriers = options.CarrierForm.fused,
     prune_below: options.PruneBelow = 0.0,
     prune_to: options.PruneTo = None,
     max_new_tokens: options.MaxNewTokens = options.DEFAULTS.max_new_tokens,

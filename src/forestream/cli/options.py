@@ -111,7 +111,7 @@ def settings_from(
     nodes: int = DEFAULTS.nodes,
     k: int = DEFAULTS.k,
     streams: int | None = None,
-    carriers: CarrierForm | Literal["deferred", "fused"] = CarrierForm.deferred,
+    carriers: CarrierForm | Literal["deferred", "fused"] = CarrierForm.fused,
     prune_below: float = 0.0,
     prune_to: int | None = None,
     max_new_tokens: int = DEFAULTS.max_new_tokens,

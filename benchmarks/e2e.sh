@@ -11,12 +11,12 @@ run=.venv/bin/forestream
 bench=($run bench --adapter "$adapter" --task e2e --data-dir "$data")
 
 # Settings are chosen on the validation split and reported on the test split.
-"${bench[@]}" --split validation --limit 16 --dtype bfloat16 \
-  --methods plain,budget-8,budget-16,budget-32,budget-8+fused,budget-16+fused \
+"${bench[@]}" --split validation --limit 8 --dtype bfloat16 \
+  --methods plain,budget-5+fused,budget-6+fused,budget-8+fused,budget-10+fused,budget-12+fused,budget-16,budget-32 \
   --json $results/e2e-validation-bfloat16.json
-"${bench[@]}" --split test --limit 60 --dtype bfloat16 --methods plain,forestream \
+"${bench[@]}" --split test --limit 50 --dtype bfloat16 --methods plain,forestream \
   --json $results/e2e-test-bfloat16.json
-"${bench[@]}" --split test --limit 200 --dtype float32 --methods plain,forestream --nodes 32 \
+"${bench[@]}" --split test --limit 200 --dtype float32 --methods plain,forestream --nodes 32 --carriers deferred \
   --json $results/e2e-test-float32.json
 "${bench[@]}" --split test --limit 200 --dtype bfloat16 \
   --methods plain,full-1,full-1+prune,full-2,full-2+prune --json $results/e2e-test-full-trees-k1-k2.json

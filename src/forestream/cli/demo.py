@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from forestream.steps import Counters
 
 PROMPTS: Final = (
-    "name[The Copper Kettle], eatType[coffee shop], food[English], priceRange[cheap], customer rating[high], "
-    "area[riverside], familyFriendly[yes], near[Old Mill Cinema] ->",
-    "name[Marlow's], eatType[pub], food[Italian], priceRange[moderate], area[city centre], familyFriendly[no] ->",
-    "name[Lantern House], eatType[restaurant], food[Chinese], priceRange[more than £30], "
-    "customer rating[5 out of 5], near[The Boat Yard] ->",
-    "name[Fern and Fig], eatType[restaurant], food[French], customer rating[average], area[riverside], "
+    "name[The Copper Kettle], eatType[pub], food[English], priceRange[moderate], customer rating[3 out of 5], "
+    "area[riverside], familyFriendly[yes], near[Café Rouge] ->",
+    "name[Marlowe], food[Italian], priceRange[high], customer rating[high], area[city centre], familyFriendly[no], "
+    "near[Café Rouge] ->",
+    "name[Lantern House], eatType[restaurant], food[Indian], priceRange[less than £20], area[riverside], "
     "familyFriendly[yes] ->",
-    "name[The Night Owl], eatType[coffee shop], priceRange[less than £20], customer rating[low], area[city centre], "
-    "near[Saint Anne's] ->",
+    "name[Fern and Fig], eatType[coffee shop], food[French], priceRange[cheap], customer rating[5 out of 5], "
+    "area[riverside] ->",
+    "name[The Night Owl], eatType[coffee shop], food[Chinese], priceRange[less than £20], customer rating[low], "
+    "area[city centre], familyFriendly[yes] ->",
 )
 """Made up for this demo, in the form that the shipped adapter was trained on."""
 

@@ -144,9 +144,10 @@ class StreamingLM(nn.Module):
         pack has any; `topology` is then the tree that was offered.
         """
         committed = cache.committed if cache is not None else 0
-        positions = pack.main_only().positions(committed, "same")
+        nodes = pack.main_only()
+        positions = nodes.positions(committed, "same")
         states = self.port.embed(ids, positions.to(ids.device).expand(ids.shape))
-        states = self._drive(self.trunk_layers, states, pack.main_only(), cache)
+        states = self._drive(self.trunk_layers, states, nodes, cache)
         kept = tuple(range(pack.mains))
         if prune is not None and topology is not None:
             kept = prune(states)

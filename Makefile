@@ -8,9 +8,12 @@
 PYTHON   ?= python3
 DATA_DIR ?=
 ARGS     ?=
+JOBS     ?= logical
 
 BIN   := .venv/bin
 STAMP := .venv/.setup-done
+# One process per core with one thread each: threads that share cores with other processes wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
 .PHONY: setup demo test quick check bench format clean
@@ -35,17 +38,17 @@ demo: $(STAMP)
 	@$(BIN)/forestream demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest --cov $(if $(DATA_DIR),--data-dir '$(DATA_DIR)') $(ARGS)
+	@$(PYTEST) tests --cov $(if $(DATA_DIR),--data-dir '$(DATA_DIR)') $(ARGS)
 
 quick: $(STAMP)
-	@$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+	@$(PYTEST) tests/unit tests/property $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
+	$(PYTEST) tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)

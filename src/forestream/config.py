@@ -12,6 +12,12 @@ from typing import Any, Literal, Self
 
 from forestream.errors import ConfigError
 
+Compile = Literal["off", "layer", "full"]
+"""How layers are run: as they are, one layer compiled for all alike, or whole spans of layers compiled."""
+
+Shape = tuple[tuple[int, int], ...]
+"""A fixed draft tree: (parent, rank) of node 1, node 2, ...; node 0 is the root, rank 0 a stream's best candidate."""
+
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ConfigError unless `value` is among `allowed`."""
@@ -30,6 +36,31 @@ def whole(name: str, value: int, low: int, high: float = float("inf")) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} is {value!r}; expected a whole number from {low} to {high:g}")
     in_range(name, value, low, high)
+
+
+def check_shape(shape: object) -> Shape:
+    """`shape` as tuples, whatever kind of sequences its pairs came in.
+
+    Raises:
+        ConfigError: an entry is no pair of whole numbers, a parent does not precede its child, a rank is negative, or
+            siblings have the same rank.
+    """
+    if not isinstance(shape, list | tuple):
+        raise ConfigError(f"shape is {shape!r}; expected a list of [parent, rank], a pair per node but the root")
+    if len(shape) > 4095:
+        raise ConfigError(f"shape has {len(shape)} nodes besides the root; expected 4095 at most")
+    pairs: dict[tuple[int, int], int] = {}
+    for node, pair in enumerate(shape, start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ConfigError(f"node {node} of shape is {pair!r}; expected a pair [parent, rank]")
+        parent, rank = pair
+        whole(f"parent of node {node} of shape", parent, 0, node - 1)
+        whole(f"rank of node {node} of shape", rank, 0)
+        if (twin := pairs.setdefault((parent, rank), node)) != node:
+            raise ConfigError(
+                f"nodes {twin} and {node} of shape are both {[parent, rank]}; expected siblings of different ranks"
+            )
+    return tuple(pairs)
 
 
 @dataclass(frozen=True)
@@ -117,9 +148,12 @@ class DecodeSettings(JsonConfig):
     """How a trained model is run. Beside the cap on tokens nothing here changes greedy text in float32, only its speed.
 
     Attributes:
-        tree: "budget" keeps the `nodes` most probable nodes, "full" takes `k` tokens from each stream.
+        tree: "budget" keeps the `nodes` most probable nodes, "full" takes `k` tokens from each stream, "static" has the
+            same `shape` every pass.
         nodes: M, size of a budget tree with its root.
         k: candidates per stream of a full tree; size 1 + k + ... + k^G.
+        shape: of a static tree, and only there: a pair (parent, rank) for every node but the root, which is node 0.
+            Parents precede children; rank 0 is the best candidate of the stream of the node's depth.
         streams: G to use, at most the trained G; None uses all.
         carriers: "deferred" computes streams for the accepted node in a second short pass, "fused" for every
             surviving node in the same pass. The drafts are the same.
@@ -129,9 +163,10 @@ class DecodeSettings(JsonConfig):
         max_new_tokens: cap on generated tokens.
     """
 
-    tree: Literal["budget", "full"] = "budget"
+    tree: Literal["budget", "full", "static"] = "budget"
     nodes: int = 8
     k: int = 2
+    shape: Shape | None = None
     streams: int | None = None
     carriers: Literal["deferred", "fused"] = "fused"
     prune_below: float = 0.0
@@ -139,9 +174,14 @@ class DecodeSettings(JsonConfig):
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
-        one_of("tree", self.tree, ("budget", "full"))
+        one_of("tree", self.tree, ("budget", "full", "static"))
         whole("nodes", self.nodes, 1, 4096)
         whole("k", self.k, 1, 64)
+        if (self.tree == "static") != (self.shape is not None):
+            found = "no shape" if self.shape is None else "a shape"
+            raise ConfigError(f"tree is {self.tree!r} with {found}; expected a shape for a static tree and no other")
+        if self.shape is not None:
+            object.__setattr__(self, "shape", check_shape(self.shape))  # JSON knows lists only
         if self.streams is not None:
             whole("streams", self.streams, 0, 64)
         one_of("carriers", self.carriers, ("deferred", "fused"))

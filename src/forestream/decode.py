@@ -60,6 +60,7 @@ def decode(
         return
     draft = drafter or drafter_for(settings)
     slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
+    model.layers.fix(usual_passes(settings, streams))
     cache = model.new_cache(len(prompt) + limit + max(slots, streams + 1))
     text = list(prompt)
     began = perf_counter()
@@ -176,6 +177,15 @@ def tree_limit(settings: DecodeSettings, streams: int) -> int:
             "taken: lower k or streams, or use a budget tree"
         )
     return nodes
+
+
+def usual_passes(settings: DecodeSettings, streams: int) -> set[int]:
+    """Numbers of slots that the layers meet in pass after pass; the last passes of a text may have fewer."""
+    nodes = largest_tree(settings, streams)
+    kept = nodes if settings.prune_to is None else min(nodes, settings.prune_to)
+    if settings.carriers == "fused":
+        return {nodes, kept * (1 + streams)}
+    return {nodes, kept, streams} - {0}
 
 
 def token_limit(model: StreamingLM, prompt: Sequence[int], settings: DecodeSettings) -> int:

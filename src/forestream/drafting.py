@@ -5,12 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Protocol
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, Shape, check_shape
 from forestream.errors import ConfigError
 from forestream.topology import Topology, full
 
@@ -29,9 +32,11 @@ class DraftTree:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.topology):
             raise ConfigError(f"{len(self.tokens)} tokens for a tree of {len(self.topology)} nodes")
-        for node, children in enumerate(self.topology.children):
-            if len({self.tokens[child] for child in children}) < len(children):
-                raise ConfigError(f"children of node {node} carry the same token twice; siblings must differ")
+        # Runs every pass: the whole tree at once, and node by node only to name the culprit.
+        if len(set(zip(self.topology.parents, self.tokens, strict=True))) < len(self.tokens):
+            for node, children in enumerate(self.topology.children):
+                if len({self.tokens[child] for child in children}) < len(children):
+                    raise ConfigError(f"children of node {node} carry the same token twice; siblings must differ")
 
     def subset(self, keep: Sequence[int]) -> DraftTree:
         """The tree of the nodes in `keep`, which must hold whole paths from the root."""
@@ -54,21 +59,41 @@ class Drafter(Protocol):
         ...
 
 
+class RankDrafter(Drafter, Protocol):
+    """A drafter that looks at nothing but the best candidates of each stream, so that a record of them is enough."""
+
+    @property
+    def width(self) -> int:
+        """Most candidates of a stream that a tree can take."""
+        ...
+
+    def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
+        """A tree behind the token `root`; row j - 1 of `ids` and `log_probs` holds the candidates of stream j.
+
+        Rows are best first and of one length: `width`, or the vocabulary where that is smaller.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class FullTree:
     """The paper's form: the k best tokens of each stream, every one of them under every node of the level above."""
 
     k: int
 
+    @property
+    def width(self) -> int:
+        return self.k
+
     def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        depth = logits.shape[0]
-        k = min(self.k, logits.shape[1])
-        topology = full(depth, k)
-        best = _best(logits, k)[1] if depth else []
-        tokens = [text[-1]]
-        for level in range(depth):
-            tokens += best[level] * k**level
-        return DraftTree(topology, tuple(tokens))
+        return self.grow(text[-1], best_ids(logits, self.k), ())
+
+    def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
+        k = len(ids[0]) if ids else self.k
+        tokens = [root]
+        for level, best in enumerate(ids):
+            tokens += [*best] * k**level
+        return DraftTree(_full(len(ids), k), tuple(tokens))
 
 
 @dataclass(frozen=True)
@@ -80,48 +105,165 @@ class BudgetTree:
 
     nodes: int
 
+    @property
+    def width(self) -> int:
+        return self.nodes - 1
+
     def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        depth = logits.shape[0]
-        parents, tokens = [-1], [text[-1]]
+        return self.grow(text[-1], *best_tokens(logits, self.width))
+
+    def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
+        depth = len(ids)
+        parents, tokens = [-1], [root]
         if depth and self.nodes > 1:
-            log_probs, best = _best(logits, min(self.nodes - 1, logits.shape[1]))
             # Best first: taking a node offers its first child and its next sibling, neither of which scores higher.
-            heap: list[Branch] = [(-log_probs[0][0], (best[0][0],), 0.0, 0, 0)]
+            heap: list[Branch] = [(-log_probs[0][0], (ids[0][0],), 0.0, 0, 0)]
             while heap and len(tokens) < self.nodes:
                 cost, path, above, parent, rank = heapq.heappop(heap)
                 level = len(path) - 1
                 node = len(tokens)
                 parents.append(parent)
                 tokens.append(path[-1])
-                if rank + 1 < len(best[level]):
-                    sibling = (*path[:-1], best[level][rank + 1])
+                if rank + 1 < len(ids[level]):
+                    sibling = (*path[:-1], ids[level][rank + 1])
                     heapq.heappush(heap, (-(above + log_probs[level][rank + 1]), sibling, above, parent, rank + 1))
                 if level + 1 < depth:
-                    child = (*path, best[level + 1][0])
+                    child = (*path, ids[level + 1][0])
                     heapq.heappush(heap, (cost - log_probs[level + 1][0], child, -cost, node, 0))
         return DraftTree(Topology(tuple(parents)), tuple(tokens))
 
 
-def _best(logits: Float[Tensor, "G V"], k: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Log-probabilities and ids of the k best tokens per row, best first, exact ties to the lowest id."""
+@dataclass(frozen=True)
+class StaticTree:
+    """The same shape every pass: node n takes the candidate of rank `ranks[n]` of the stream of its depth.
+
+    The shape is chosen beforehand, from measured acceptance, so a pass costs no search and masks are made once. With
+    fewer streams than the tree is deep, or fewer tokens than a rank asks for, the nodes beyond are left out with all
+    that hangs from them. Of siblings list the likeliest first: pruning never drops the chain of first children.
+
+    Attributes:
+        parents: as in `Topology`.
+        ranks: per node, 0 for the best candidate; 0 for the root, which is no candidate.
+
+    Raises:
+        ConfigError: parents are no tree, ranks and nodes differ in number, or two siblings have the same rank.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != len(self.topology):
+            raise ConfigError(f"{len(self.ranks)} ranks for a tree of {len(self.topology)} nodes; expected one a node")
+        if self.ranks[0] != 0:
+            raise ConfigError(f"the root has rank {self.ranks[0]}; expected 0: it is the verified token")
+        check_shape(self.shape)
+
+    @staticmethod
+    def of(shape: Shape) -> StaticTree:
+        """The tree that `DecodeSettings.shape` writes down: (parent, rank) of every node but the root."""
+        return StaticTree((-1, *(parent for parent, _ in shape)), (0, *(rank for _, rank in shape)))
+
+    @property
+    def shape(self) -> Shape:
+        """(parent, rank) of every node but the root."""
+        return tuple(zip(self.parents[1:], self.ranks[1:], strict=True))
+
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology(self.parents)
+
+    @cached_property
+    def depth(self) -> int:
+        """Streams that the tree makes use of."""
+        return max(self.topology.depths)
+
+    @cached_property
+    def width(self) -> int:
+        return max(self.ranks[1:], default=-1) + 1
+
+    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
+        return self.grow(text[-1], best_ids(logits[: self.depth], self.width), ())
+
+    def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
+        tree = self.cut(len(ids), len(ids[0]) if ids else 0)
+        return DraftTree(tree.topology, (root, *[ids[level][rank] for level, rank in tree._sources]))
+
+    @cached_property
+    def _sources(self) -> tuple[tuple[int, int], ...]:
+        """Row and place of each node's token among the candidates, the root left out."""
+        return tuple((depth - 1, rank) for depth, rank in zip(self.topology.depths[1:], self.ranks[1:], strict=True))
+
+    def cut(self, depth: int, width: int) -> StaticTree:
+        """What is left of the tree with `depth` streams of `width` candidates each."""
+        if depth >= self.depth and width >= self.width:
+            return self
+        return _cut(self, depth, width)
+
+
+# Shapes recur pass after pass and text after text; whoever gets the same tree again gets its masks with it.
+_full = lru_cache(maxsize=64)(full)
+
+
+@lru_cache(maxsize=256)
+def _cut(tree: StaticTree, depth: int, width: int) -> StaticTree:
+    stays = [True]
+    for parent, rank, level in zip(tree.parents[1:], tree.ranks[1:], tree.topology.depths[1:], strict=True):
+        stays.append(stays[parent] and rank < width and level <= depth)
+    keep = [node for node, kept in enumerate(stays) if kept]
+    return StaticTree(tree.topology.subset(keep).parents, tuple(tree.ranks[node] for node in keep))
+
+
+STRIPES = 1024
+"""Into so many sets of tokens a vocabulary is dealt out for ranking it."""
+
+
+def best_ids(logits: Float[Tensor, "G V"], k: int) -> list[list[int]]:
+    """Ids of the k best tokens per row, or of all V if there are fewer: best first, exact ties to the lowest id."""
+    rows, vocabulary = logits.shape
+    k = min(k, vocabulary)
+    if not rows or not k:
+        return [[] for _ in range(rows)]
+    # Token i is in stripe i mod S. The k-th largest of the stripes' peaks is reached by k tokens at least, and the
+    # tokens that reach it, ties included, lie in stripes whose peaks do: the rest of the vocabulary is read only once.
+    stripes = STRIPES if 4 * k <= STRIPES < vocabulary else vocabulary
+    if vocabulary % stripes:
+        logits = functional.pad(logits, (0, -vocabulary % stripes), value=-torch.inf)
+    dealt = logits.unflatten(1, (-1, stripes))
+    peaks = dealt.amax(dim=1)
+    least = peaks.topk(k, dim=1).values[:, -1:]
+    row, stripe = (peaks >= least).nonzero(as_tuple=True)
+    values = dealt[row, :, stripe]
+    some, place = (values >= least[row]).nonzero(as_tuple=True)
+    found: list[list[tuple[float, int]]] = [[] for _ in range(rows)]
+    ids = (place * stripes + stripe[some]).tolist()
+    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), ids, strict=True):
+        found[owner].append((-value, token))
+    return [[token for _, token in sorted(candidates)[:k]] for candidates in found]
+
+
+def best_tokens(logits: Float[Tensor, "G V"], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """`best_ids`, and the log-probabilities of these tokens."""
+    ids = best_ids(logits, k)
+    if not ids or not ids[0]:
+        return ids, [[] for _ in ids]
     logits = logits.float()
-    norms = logits.logsumexp(dim=-1, keepdim=True)
-    last = logits.topk(k, dim=-1).values[:, -1:]
-    values, ids = [], []
-    for row, able, norm in zip(logits, logits >= last, norms, strict=True):
-        # topk picks any of the tokens tied for the last place, so all that reach it are sorted again, by id.
-        places = able.nonzero().flatten()
-        chosen = places[row[places].argsort(descending=True, stable=True)[:k]]
-        values.append((row[chosen] - norm).tolist())
-        ids.append(chosen.tolist())
-    return values, ids
+    places = torch.tensor(ids, device=logits.device)
+    values = logits.gather(1, places)
+    # The same as logsumexp, in half the time.
+    norms = values[:, :1] - logits.log_softmax(dim=1).gather(1, places[:, :1])
+    return ids, (values - norms).tolist()
 
 
-def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree:
+def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree | StaticTree:
     """The drafter that the settings ask for."""
+    if settings.tree == "static":
+        return StaticTree.of(settings.shape or ())
     return FullTree(settings.k) if settings.tree == "full" else BudgetTree(settings.nodes)
 
 
 def largest_tree(settings: DecodeSettings, streams: int) -> int:
     """Most nodes that a tree of these settings can have with `streams` streams."""
+    if settings.tree == "static":
+        return sum(depth <= streams for depth in StaticTree.of(settings.shape or ()).topology.depths)
     return settings.nodes if settings.tree == "budget" else sum(settings.k**level for level in range(streams + 1))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Literal
 
 import torch
-from peft import PeftModel
 
 from forestream.data import prompt_ids
 from forestream.generation import Generator
@@ -44,16 +42,12 @@ def outputs(
 def _batched(
     generator: Generator, examples: Sequence[Example], batch_size: int, advance: Callable[[int], None]
 ) -> list[str]:
-    host = generator.model.host
-    # A lossless adapter never touches the text: its base alone writes it.
-    lossless = generator.model.stream_config.mode == "lossless" and isinstance(host, PeftModel)
-    untouched = host.disable_adapter() if lossless else nullcontext()
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     # Prompts of similar length share a batch, so that little is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     pad = generator.eos[0] if generator.eos else 0
     texts = [""] * len(prompts)
-    with untouched:
+    with generator.model.as_host() as host:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             width = max(len(prompts[i]) for i in batch)

@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from forestream import checkpoint
 from forestream.baseline import plain
-from forestream.config import DecodeSettings
+from forestream.config import Compile, DecodeSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode
 from forestream.errors import PromptError
 from forestream.model import StreamingLM
 from forestream.steps import Counters, Step, tokens_of
+
+_WARM_PROMPT = 24  # tokens
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,28 @@ class Generator:
         dtype: torch.dtype = torch.bfloat16,
         settings: DecodeSettings | None = None,
         device: str = "cpu",
+        compile: Compile = "off",
     ) -> Generator:
-        """Load an adapter folder and the base model it was trained on.
+        """Load an adapter folder and the base model it was trained on, prepared for decoding.
+
+        Args:
+            compile: "layer" makes every pass much cheaper, once the first passes have taken some seconds to compile
+                (`warm_up` takes them beforehand); see `StreamingLM.prepare`.
 
         Raises:
             CheckpointError: the folder is missing, incomplete or corrupt, or the base is another one.
+            ConfigError: compiling is asked for and there is no compiler.
         """
         model, tokenizer = checkpoint.load(Path(adapter), base, dtype)
-        return cls(model.to(device), tokenizer, settings)
+        model.to(device).prepare(compile)
+        return cls(model, tokenizer, settings)
+
+    def warm_up(self) -> None:
+        """Meet every kind of pass once, so that none has to be compiled while somebody waits for text."""
+        some = [self.eos[0] if self.eos else 0] * _WARM_PROMPT
+        new = replace(self.settings, max_new_tokens=2 * self.model.stream_config.streams + 4)
+        for steps in (plain(self.model, some, new), decode(self.model, some, new)):
+            self.collect(steps)
 
     def steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
         """Decode speculatively, pass by pass; `changes` override single settings, such as max_new_tokens=32.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import pi
@@ -13,12 +14,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from forestream import weights
+from forestream.attention import group_heads
 from forestream.cache import PassCache, StreamCache
-from forestream.config import StreamConfig
+from forestream.compiled import CompiledLayers, EagerLayers
+from forestream.config import Compile, StreamConfig, one_of
 from forestream.errors import ConfigError
 from forestream.masks import additive
 from forestream.packing import Pack
-from forestream.ports import port_for
+from forestream.ports import LayerInputs, Rotary, port_for
 from forestream.pruning import ExitScorer
 from forestream.streams import SlotGate, StreamStart, rotate_values
 from forestream.topology import Topology
@@ -63,10 +67,12 @@ class StreamingLM(nn.Module):
         self.stream_layers = range(layers - config.stream_layers, layers)
         for parameter in base.parameters():
             parameter.requires_grad_(False)
+        self.prepared: Compile | None = None
         self.host: PreTrainedModel | PeftModel = base
         self.start = StreamStart(config, self.port.hidden_size) if config.streams else None
         self.scorer = ExitScorer(self.port.hidden_size, config.scorer_rank) if self._scored() else None
         self.gate: SlotGate | None = None
+        self.layers: EagerLayers = EagerLayers(self.port)
         own = next(base.parameters())
         for part in (self.start, self.scorer):
             if part is not None:
@@ -108,12 +114,49 @@ class StreamingLM(nn.Module):
             self.host = self.host.merge_and_unload()
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(self.host.parameters()).dtype
+
+    @property
     def device(self) -> torch.device:
         return next(self.host.parameters()).device
 
+    def prepare(self, compile: Compile = "off") -> None:
+        """Make passes as fast as this machine allows, for decoding only; joint adapters are merged first, by `merge`.
+
+        Weights are packed where the machine has a layout for them, grouped heads are attended to without copies, and
+        with "layer" or "full" the layers become compiled code: one layer for all alike, or whole spans.
+
+        Raises:
+            ConfigError: compiling is asked for and there is no compiler, or the model is prepared already.
+        """
+        if self.prepared is not None:
+            raise ConfigError(f"the model is prepared already, with compile {self.prepared!r}; load it anew")
+        one_of("compile", compile, ("off", "layer", "full"))
+        self.eval()
+        shared = self.port.shared_inputs if compile != "off" else ()
+        if weights.can_pack(self.port.model):
+            # the whole model, head included: nothing else in it multiplies
+            weights.pack(self.port.model, shared)
+        group_heads(self.port)
+        if compile != "off":
+            self.layers = CompiledLayers(self.port, self.gate, whole=compile == "full")
+        self.prepared = compile
+
+    @contextmanager
+    def as_host(self) -> Iterator[PreTrainedModel | PeftModel]:
+        """The model as the host library's own `generate` is to see it: lossless adapters never touch the text."""
+        if isinstance(self.host, PeftModel) and self.stream_config.mode == "lossless":
+            with self.host.disable_adapter():
+                yield self.host
+        else:
+            yield self.host
+
     def new_cache(self, capacity: int) -> StreamCache:
         """An empty cache for `capacity` slots in all: committed text and the largest pass behind it."""
-        return StreamCache(self.port.num_layers, capacity)
+        cache = StreamCache(self.port.kept, capacity, self.dtype, self.device)
+        self.layers.admit(cache)
+        return cache
 
     def logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """The host's final norm and head."""
@@ -145,9 +188,10 @@ class StreamingLM(nn.Module):
         """
         committed = cache.committed if cache is not None else 0
         nodes = pack.main_only()
-        positions = nodes.positions(committed, "same")
-        states = self.port.embed(ids, positions.to(ids.device).expand(ids.shape))
-        states = self._drive(self.trunk_layers, states, nodes, cache)
+        places = nodes.positions(committed, "same").to(ids.device)
+        states = self.port.embed(ids, places.expand(ids.shape))
+        given = self._inputs(nodes, committed, states)
+        states = self._drive(self.trunk_layers, states, nodes, given, cache)
         kept = tuple(range(pack.mains))
         if prune is not None and topology is not None:
             kept = prune(states)
@@ -155,7 +199,10 @@ class StreamingLM(nn.Module):
                 carriers = range(len(kept)) if pack.streams else ()
                 pack = Pack.tree(topology.subset(kept), carriers, pack.streams)
                 states = states[:, torch.tensor(kept, device=states.device)]
-        outcome = self._drive(self.stream_layers, self._attach(states, pack), pack, cache)
+        slots = self._attach(states, pack)
+        if len(pack) != len(nodes):
+            given = self._inputs(pack, committed, slots)
+        outcome = self._drive(self.stream_layers, slots, pack, given, cache)
         main, streams = outcome[:, : pack.mains], outcome[:, pack.mains :]
         shape = (pack.streams, pack.carriers.shape[1]) if pack.streams else (0, 0)
         return PassOutput(states, main, streams.unflatten(1, shape), kept)
@@ -164,7 +211,9 @@ class StreamingLM(nn.Module):
         """Final states of the streams of the last committed token, from its state at the stream layers' entry."""
         if self.start is None:
             raise ConfigError("this adapter was trained without streams")
-        return self._drive(self.stream_layers, self.start(trunk, streams), Pack.behind(streams), cache)
+        pack, states = Pack.behind(streams), self.start(trunk, streams)
+        given = self._inputs(pack, cache.committed, states)
+        return self._drive(self.stream_layers, states, pack, given, cache)
 
     def _attach(self, mains: Float[Tensor, "B N D"], pack: Pack) -> Float[Tensor, "B Q D"]:
         if not pack.streams:
@@ -175,37 +224,47 @@ class StreamingLM(nn.Module):
         carriers = torch.gather(mains.expand(index.shape[0], -1, -1), 1, index)
         return torch.cat([mains, self.start(carriers, pack.streams)], dim=1)
 
-    def _drive(
-        self, layers: range, states: Float[Tensor, "B Q D"], pack: Pack, cache: StreamCache | None
-    ) -> Float[Tensor, "B Q D"]:
-        """Run `layers` over the slots of `pack`, one mask per window and one rotary table per kind."""
-        committed = cache.committed if cache is not None else 0
+    def _inputs(self, pack: Pack, committed: int, states: Float[Tensor, "B Q D"]) -> dict[int, LayerInputs]:
+        """What every layer is handed with the slots of `pack`: one mask per window, one rotary table per kind."""
         ahead = self.stream_config.positions if not self.port.learned_positions else "same"
         positions = pack.positions(committed, ahead)
         # Streams may reach past the end of the text's room, where some rotary types change their frequencies for all.
         reach = int(positions[:, : pack.mains].max()) + 1 if pack.mains else committed
         placed = positions.clamp(max=self.port.room(reach) - 1).to(states.device)
-        store = self._storage(pack, cache)
-        if cache is not None:
-            cache.begin(layers)
-        if self.gate is not None:
-            self.gate.open(pack.mains, len(pack))
         masks: dict[int | None, Tensor] = {}
-        rotary: dict[str, tuple[Tensor, Tensor] | None] = {}
-        for i in layers:
+        rotary: dict[str, Rotary | None] = {}
+        given: dict[tuple[int | None, str], LayerInputs] = {}
+        inputs = {}
+        for i in range(self.port.num_layers):
             window, kind = self.port.window(i), self.port.rotary_kind(i)
             if window not in masks:
                 masks[window] = additive(pack, committed, positions, window, states.dtype, states.device)
             if kind not in rotary:
                 rotary[kind] = self._rotary(states, placed, pack.mains, i)
-            states = self.port.run(i, states, masks[window], placed, rotary[kind], store)
+            if (window, kind) not in given:
+                given[window, kind] = LayerInputs(masks[window], placed, rotary[kind])
+            inputs[i] = given[window, kind]
+        return inputs
+
+    def _drive(
+        self,
+        layers: range,
+        states: Float[Tensor, "B Q D"],
+        pack: Pack,
+        inputs: dict[int, LayerInputs],
+        cache: StreamCache | None,
+    ) -> Float[Tensor, "B Q D"]:
+        store = self._storage(pack, cache)
+        if cache is not None:
+            cache.begin(layers)
+        if self.gate is not None:
+            self.gate.open(pack.mains, len(pack), states.device)
+        states = self.layers(layers, states, inputs, store)
         if cache is not None:
             cache.expect(layers, len(pack))
         return states
 
-    def _rotary(
-        self, states: Tensor, positions: Int[Tensor, "B Q"], mains: int, layer: int
-    ) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, states: Tensor, positions: Int[Tensor, "B Q"], mains: int, layer: int) -> Rotary | None:
         # Some rotary types pick frequencies by the largest position of the call, so streams get a call of their own.
         parts = [
             self.port.rotary(states, part, layer)

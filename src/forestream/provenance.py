@@ -26,14 +26,19 @@ def collect(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "machine": {
-            "system": platform.system(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What this process runs on."""
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -67,28 +67,32 @@ class SlotGate:
     """Lossless mode: the LoRA branch of the stream layers yields exact zeros on main slots.
 
     Call `open` before each pass through the layers it is attached to.
+
+    Attributes:
+        opened: of the pass under way, which slots the branch acts on; None where it acts on none.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.mains = 0
-        self.slots = 0
+        self.opened: Bool[Tensor, "Q 1"] | None = None
         self._branches = [m for layer in layers for m in layer.modules() if isinstance(m, LoraLayer)]
         self._on = True
         for module in self._branches:
             for branch in module.lora_B.values():
                 branch.register_forward_hook(self._gate)
 
-    def open(self, mains: int, slots: int) -> None:
+    def open(self, mains: int, slots: int, device: torch.device) -> None:
         """Announce a pass of `slots` slots, the first `mains` of them main ones."""
-        self.mains, self.slots = mains, slots
+        on = slots > mains
+        self.opened = (torch.arange(slots, device=device) >= mains)[:, None] if on else None
         # Without streams the branch would compute zeros only: plain decoding must not pay for that.
-        if (on := slots > mains) != self._on:
+        if on != self._on:
             for module in self._branches:
                 module.enable_adapters(on)
             self._on = on
 
     def _gate(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if self.opened is None:
+            return torch.zeros_like(output)
         # Some hosts flatten rows and slots before their MLP, so the slot axis is restored first.
-        rows = output.view(-1, self.slots, output.shape[-1])
-        gated = torch.cat([torch.zeros_like(rows[:, : self.mains]), rows[:, self.mains :]], dim=1)
-        return gated.view(output.shape)
+        rows = output.view(-1, self.opened.shape[0], output.shape[-1])
+        return rows.masked_fill(~self.opened, 0.0).view(output.shape)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 import torch
 from jaxtyping import Bool, Int
@@ -26,6 +29,9 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.parents or self.parents[0] != -1:
             raise ConfigError(f"parents are {self.parents}; expected -1 for node 0, the root")
+        # Runs every pass: all nodes at once, and one by one only to name the culprit.
+        if min(self.parents[1:], default=0) >= 0 and all(map(operator.lt, self.parents, count())):
+            return
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
                 raise ConfigError(f"node {node} has parent {parent}; expected a node from 0 to {node - 1}")
@@ -52,15 +58,19 @@ class Topology:
     @cached_property
     def ancestors(self) -> Bool[Tensor, "N N"]:
         """Row n marks the ancestors of node n and n itself."""
-        matrix = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents[1:], start=1):
-            matrix[node] |= matrix[parent]
-        return matrix
+        # Bytes, not tensor operations: a budget tree is a new one every pass.
+        size = len(self)
+        rows = bytearray(size * size)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                rows[node * size : (node + 1) * size] = rows[parent * size : (parent + 1) * size]
+            rows[node * size + node] = 1
+        return torch.frombuffer(rows, dtype=torch.bool).view(size, size)
 
     @cached_property
     def depth_tensor(self) -> Int[Tensor, " N"]:
         """`depths` as an integer tensor."""
-        return torch.tensor(self.depths)
+        return torch.frombuffer(array("q", self.depths), dtype=torch.long)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root to `node`, both included."""

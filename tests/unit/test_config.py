@@ -1,7 +1,7 @@
 """Settings refuse what is unknown or out of range, survive JSON, and cannot be changed."""
 
 import json
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ CHANGED: list[JsonConfig] = [
     ),
     LossConfig(main=0.5, stream=0.25, scorer=0.0, chunk=7),
 ]
+STATIC = DecodeSettings(tree="static", shape=((0, 0), (0, 2), (1, 0), (3, 1)))
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -46,11 +47,21 @@ def test_json_and_back(settings: JsonConfig) -> None:
     assert type(settings).from_json(text) == settings
 
 
+def test_a_shape_survives_json_although_json_knows_lists_only() -> None:
+    text = STATIC.to_json()
+    assert json.loads(text) == {**asdict(STATIC), "shape": [[0, 0], [0, 2], [1, 0], [3, 1]]}
+    again = DecodeSettings.from_json(text)
+    assert again == STATIC
+    assert hash(again) == hash(STATIC)
+    assert replace(again, max_new_tokens=3).shape == STATIC.shape
+
+
 def test_the_round_trip_was_tried_with_every_field_changed() -> None:
     for settings in CHANGED:
         default = type(settings)()
         same = [f.name for f in fields(settings) if getattr(settings, f.name) == getattr(default, f.name)]
-        assert same == (["prune_below"] if isinstance(settings, DecodeSettings) else [])
+        # what contradicts the others is tried elsewhere
+        assert same == (["shape", "prune_below"] if isinstance(settings, DecodeSettings) else [])
 
 
 @pytest.mark.parametrize("text", ["", "{", "{'streams': 4}", "[]", "4", '"x"', "null"])
@@ -95,7 +106,7 @@ def test_stream_config_ranges(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tree", "static"),
+        ("tree", "chain"),
         ("nodes", 0),
         ("nodes", 4097),
         ("k", 0),
@@ -151,6 +162,37 @@ def test_settings_that_contradict_each_other() -> None:
         DecodeSettings(prune_below=0.1, prune_to=4)
     with pytest.raises(ConfigError, match="trains nothing"):
         StreamConfig(mode="lossless", streams=0)
+
+
+def test_a_shape_belongs_to_a_static_tree_and_to_no_other() -> None:
+    with pytest.raises(ConfigError, match="tree is 'static' with no shape; expected"):
+        DecodeSettings(tree="static")
+    for tree in ("budget", "full"):
+        with pytest.raises(ConfigError, match=f"tree is '{tree}' with a shape; expected"):
+            DecodeSettings(tree=tree, shape=((0, 0),))
+    assert DecodeSettings(tree="static", shape=()).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (3, "shape is 3; expected a list"),
+        ("00", "shape is '00'; expected a list"),
+        ([0, 1], "node 1 of shape is 0; expected a pair"),
+        ([[0, 0], [0]], r"node 2 of shape is \[0\]; expected a pair"),
+        ([[0, 0, 0]], "node 1 of shape is .*; expected a pair"),
+        ([[-1, 0]], "parent of node 1 of shape is -1; expected a number from 0 to 0"),
+        ([[0, 0], [2, 0]], "parent of node 2 of shape is 2; expected a number from 0 to 1"),
+        ([[0, 0.5]], "rank of node 1 of shape is 0.5; expected a whole number"),
+        ([[0, -1]], "rank of node 1 of shape is -1; expected"),
+        ([[0, True]], "rank of node 1 of shape is True; expected"),
+        ([[0, 1], [1, 1], [0, 1]], r"nodes 1 and 3 of shape are both \[0, 1\]; expected"),
+        ([[0, rank] for rank in range(4096)], "4096 nodes besides the root; expected 4095"),
+    ],
+)
+def test_what_is_no_shape_is_refused(shape: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecodeSettings(tree="static", shape=shape)
 
 
 def test_errors_can_be_caught_as_value_errors_and_as_ours() -> None:

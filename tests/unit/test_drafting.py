@@ -1,4 +1,4 @@
-"""Draft trees from stream logits: the full form node by node, the budget form against all paths there are."""
+"""Draft trees from stream logits: full and static ones node by node, budget trees against all paths there are."""
 
 from itertools import product
 
@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from forestream.config import DecodeSettings
-from forestream.drafting import BudgetTree, DraftTree, FullTree, drafter_for, largest_tree
+from forestream.drafting import (
+    BudgetTree,
+    DraftTree,
+    FullTree,
+    StaticTree,
+    best_ids,
+    best_tokens,
+    drafter_for,
+    largest_tree,
+)
 from forestream.errors import ConfigError
 from forestream.topology import Topology, chain
 from oracle import best_paths
@@ -43,6 +52,45 @@ def test_a_subset_takes_its_tokens_along() -> None:
     assert tree.subset((0, 2, 4)) == DraftTree(chain(3), (1, 3, 5))
     with pytest.raises(ConfigError, match="without their parents"):
         tree.subset((0, 4))
+
+
+# --- ranking --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 5, 1024, 1025, 3000, 4096])
+def test_the_best_are_those_of_sorting_the_whole_vocabulary(vocabulary: int, dtype: torch.dtype) -> None:
+    """In bfloat16 most of the candidates are tied."""
+    logits = torch.randn(3, vocabulary).to(dtype)
+    for k in (1, 2, 31, 256, 300):
+        assert best_ids(logits, k) == [ranked(row)[:k] for row in logits]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 40])
+def test_ties_at_the_border_of_the_best_go_to_the_lowest_ids(levels: int) -> None:
+    logits = torch.randint(levels, (4, 5000)).float()
+    for k in (1, 7, 31):
+        assert best_ids(logits, k) == [ranked(row)[:k] for row in logits]
+
+
+def test_the_best_may_lie_anywhere_in_the_vocabulary() -> None:
+    """The places where dealing out the vocabulary could go wrong: one stripe, one run of ids, both ends."""
+    for places in (range(5, 5000, 1024), range(2040, 2060), (0, 4999), range(4990, 5000)):
+        logits = torch.full((1, 5000), float("-inf"))
+        logits[0, list(places)] = torch.randn(len(places))
+        assert best_ids(logits, 30) == [ranked(logits[0])[:30]]
+
+
+def test_log_probabilities_are_those_of_the_whole_vocabulary() -> None:
+    logits = torch.randn(3, 2000) * 4
+    ids, log_probs = best_tokens(logits, 9)
+    assert ids == best_ids(logits, 9)
+    torch.testing.assert_close(torch.tensor(log_probs), logits.log_softmax(dim=1).gather(1, torch.tensor(ids)))
+
+
+@pytest.mark.parametrize(("rows", "k"), [(0, 3), (2, 0), (0, 0)])
+def test_nothing_to_rank(rows: int, k: int) -> None:
+    assert best_tokens(torch.randn(rows, 7), k) == ([[]] * rows, [[]] * rows)
 
 
 # --- full -----------------------------------------------------------------------------------------------------
@@ -134,12 +182,65 @@ def test_tokens_ruled_out_come_last() -> None:
     assert BudgetTree(3)([ROOT], logits).tokens == (ROOT, 2, 0)
 
 
-# --- both -----------------------------------------------------------------------------------------------------
+# --- static ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9)])
+def test_a_static_tree_takes_each_nodes_rank_from_the_stream_of_its_depth() -> None:
+    tree = StaticTree((-1, 0, 0, 1, 2, 3), (0, 0, 2, 1, 0, 4))
+    logits = torch.randn(3, 11)
+    a, b, c = (ranked(row) for row in logits)
+    found = tree([3, ROOT], logits)
+    assert found == DraftTree(Topology(tree.parents), (ROOT, a[0], a[2], b[1], b[0], c[4]))
+    assert found.topology is tree([3, ROOT], -logits).topology, "masks are made once"
+
+
+def test_a_static_tree_is_cut_where_streams_or_tokens_run_out() -> None:
+    tree = StaticTree((-1, 0, 0, 1, 2, 3), (0, 3, 0, 0, 1, 0))
+    assert tree.cut(1, 4) == StaticTree((-1, 0, 0), (0, 3, 0))
+    assert tree.cut(3, 3) == StaticTree((-1, 0, 1), (0, 0, 1))
+    assert tree.cut(3, 1) == StaticTree((-1, 0), (0, 0))
+    assert tree.cut(0, 4) == tree.cut(3, 0) == StaticTree((-1,), (0,))
+    assert tree.cut(9, 9) is tree
+    assert tree.cut(2, 4) is tree.cut(2, 4), "masks of the cut trees are made once, too"
+    assert tree([ROOT], torch.tensor([[1.0, 3.0, 2.0]])).tokens == (ROOT, 1)
+
+
+def test_exact_ties_in_a_static_tree_go_to_the_lowest_id() -> None:
+    tree = StaticTree((-1, 0, 0, 1), (0, 1, 0, 2))
+    assert tree([ROOT], torch.zeros(2, 5)).tokens == (ROOT, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("parents", "ranks", "message"),
+    [
+        ((-1, 0), (0,), "1 ranks for a tree of 2 nodes"),
+        ((-1, 0, 0), (0, 1, 1), "siblings of different ranks"),
+        ((-1, 0), (0, -1), "rank of node 1 of shape is -1"),
+        ((-1, 0), (1, 0), "the root has rank 1"),
+        ((-1, 1), (0, 0), "node 1 has parent 1"),
+        ((), (), "expected -1 for node 0"),
+    ],
+)
+def test_a_static_tree_checks_its_shape(parents: tuple[int, ...], ranks: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StaticTree(parents, ranks)
+
+
+def test_a_static_tree_can_be_written_down_and_read_again() -> None:
+    tree = StaticTree((-1, 0, 0, 1), (0, 1, 0, 2))
+    assert tree.shape == ((0, 1), (0, 0), (1, 2))
+    assert StaticTree.of(tree.shape) == tree
+    assert StaticTree.of(()) == StaticTree((-1,), (0,))
+
+
+# --- all ------------------------------------------------------------------------------------------------------
+
+STATIC = StaticTree((-1, 0, 0, 1, 3, 4), (0, 0, 1, 0, 0, 0))
+
+
+@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9), STATIC])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3])
-def test_the_rows_of_logits_bound_the_depth(drafter: FullTree | BudgetTree, rows: int) -> None:
+def test_the_rows_of_logits_bound_the_depth(drafter: FullTree | BudgetTree | StaticTree, rows: int) -> None:
     logits = torch.zeros(rows, 3)
     logits[:, 0] = 50.0  # certain: every budget tree would like to be deeper
     tree = drafter([1, 2, ROOT], logits)
@@ -153,8 +254,8 @@ def test_the_root_alone(drafter: FullTree | BudgetTree) -> None:
     assert drafter([ROOT], torch.randn(rows, 5)) == DraftTree(chain(1), (ROOT,))
 
 
-@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9)])
-def test_half_precision_logits_are_taken(drafter: FullTree | BudgetTree) -> None:
+@pytest.mark.parametrize("drafter", [FullTree(2), BudgetTree(9), STATIC])
+def test_half_precision_logits_are_taken(drafter: FullTree | BudgetTree | StaticTree) -> None:
     logits = torch.tensor([[0.0, 4.0, 2.0], [1.0, 0.0, 5.0]])
     assert drafter([ROOT], logits.bfloat16()) == drafter([ROOT], logits)
 
@@ -162,14 +263,21 @@ def test_half_precision_logits_are_taken(drafter: FullTree | BudgetTree) -> None
 def test_settings_name_the_drafter() -> None:
     assert drafter_for(DecodeSettings(tree="full", k=3, nodes=7)) == FullTree(3)
     assert drafter_for(DecodeSettings(tree="budget", k=3, nodes=7)) == BudgetTree(7)
+    assert drafter_for(DecodeSettings(tree="static", shape=STATIC.shape)) == STATIC
 
 
 @pytest.mark.parametrize("streams", range(4))
 @pytest.mark.parametrize(
-    "settings", [DecodeSettings(tree="full", k=2), DecodeSettings(tree="full", k=1), DecodeSettings(nodes=5)]
+    "settings",
+    [
+        DecodeSettings(tree="full", k=2),
+        DecodeSettings(tree="full", k=1),
+        DecodeSettings(nodes=5),
+        DecodeSettings(tree="static", shape=STATIC.shape),
+    ],
 )
 def test_no_tree_is_larger_than_announced(settings: DecodeSettings, streams: int) -> None:
     tree = drafter_for(settings)([ROOT], torch.randn(streams, 9))
     assert len(tree.tokens) <= largest_tree(settings, streams)
-    if settings.tree == "full":
+    if settings.tree != "budget":
         assert len(tree.tokens) == largest_tree(settings, streams)

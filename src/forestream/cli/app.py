@@ -10,11 +10,14 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from forestream.cli.bench import bench
+from forestream.cli.cost import cost
 from forestream.cli.demo import demo
 from forestream.cli.evaluate import evaluate
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
+from forestream.cli.profile import profile
 from forestream.cli.train import train
+from forestream.cli.tune import tune
 from forestream.errors import ForestreamError
 
 
@@ -49,3 +52,6 @@ app.command("inspect")(inspect_adapter)
 app.command()(train)
 app.command()(evaluate)
 app.command()(bench)
+app.command()(profile)
+app.command()(tune)
+app.command()(cost)

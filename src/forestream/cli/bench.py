@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K; the last "
-            "two also with +prune, +fused or +prune+fused behind them."
+            help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
+            "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate."
         ),
     ] = "plain,forestream",
     data_dir: Annotated[
@@ -33,16 +34,18 @@ def bench(
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     device: options.Device = "cpu",
+    compile: options.CompileHow = options.CompileForm.auto,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method on every prompt.")] = 1,
-    tree: options.Tree = options.TreeForm.budget,
-    nodes: options.Nodes = options.DEFAULTS.nodes,
-    k: options.K = options.DEFAULTS.k,
+    settings: options.Settings = None,
+    tree: options.Tree = None,
+    nodes: options.Nodes = None,
+    k: options.K = None,
     streams: options.Streams = None,
-    carriers: options.Carriers = options.CarrierForm.fused,
-    prune_below: options.PruneBelow = 0.0,
+    carriers: options.Carriers = None,
+    prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
     prune_methods_below: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Threshold of the methods with +prune.")
@@ -67,7 +70,8 @@ def bench(
     made = provenance.collect()
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
-    settings = options.settings_from(
+    decoding = options.settings_from(
+        options.tuned(settings, adapter, dtype, device, compile),
         tree=tree,
         nodes=nodes,
         k=k,
@@ -77,8 +81,9 @@ def bench(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, settings, device)
-    compared = [method(name.strip(), generator, prune_methods_below) for name in methods.split(",")]
+    generator = options.load_generator(adapter, base, dtype, decoding, device, compile)
+    stock = partial(options.load_host, adapter, base, dtype, device)
+    compared = [method(name.strip(), generator, prune_methods_below, stock) for name in methods.split(",")]
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1))
@@ -90,11 +95,12 @@ def bench(
             "split": split,
             "dtype": dtype.value,
             "device": device,
+            "compile": generator.model.prepared,
             "batch_size": 1,
             "temperature": 0.0,
             "repeats": repeats,
             "threads": torch.get_num_threads(),
-            "decode": vars(settings),
+            "decode": vars(decoding),
         },
         "methods": results,
     }

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forestream.cli import options
 from forestream.cli.output import write_json
-from forestream.cli.writing import ACCEPTED, OWN, figures, heading
+from forestream.cli.writing import ACCEPTED, OWN, figures, heading, tree_form
 
 if TYPE_CHECKING:
     from forestream.generation import Generation, Generator
@@ -80,8 +80,10 @@ def demo(
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     max_new_tokens: options.MaxNewTokens = 96,
-    nodes: options.Nodes = options.DEFAULTS.nodes,
+    settings: options.Settings = None,
+    nodes: options.Nodes = None,
     device: options.Device = "cpu",
+    compile: options.CompileHow = options.CompileForm.auto,
     json_file: options.JsonFile = None,
 ) -> None:
     """Watch the same text being written twice: one token a pass, and by drafting ahead.
@@ -96,11 +98,13 @@ def demo(
     first_difference_margin), total (plain, forestream, speedup, identical), and what it was run with.
     """
     folder = options.shipped_adapter(adapter)
-    settings = options.settings_from(nodes=nodes, max_new_tokens=max_new_tokens)
-    generator = options.load_generator(folder, base, dtype, settings, device)
+    tuned = options.tuned(settings, folder, dtype, device, compile)
+    decoding = options.settings_from(tuned, nodes=nodes, max_new_tokens=max_new_tokens)
+    generator = options.load_generator(folder, base, dtype, decoding, device, compile)
     console = Console(highlight=False)
     prompts = tuple(prompt) if prompt else PROMPTS
-    with Console(stderr=True).status("warming up: one text by each method, not counted"):
+    with Console(stderr=True).status("warming up: compiling, and one text by each method, not counted"):
+        generator.warm_up()
         generator.collect(generator.plain_steps(prompts[0]))
         generator.generate(prompts[0])
     console.print(_introduction(generator, folder, dtype))
@@ -124,7 +128,7 @@ def _introduction(generator: Generator, folder: Path, dtype: options.DType) -> T
     model, settings = generator.model, generator.settings
     return Text.assemble(
         f"adapter {folder.name} ({model.stream_config.mode}, {model.stream_config.streams} streams), {dtype}, "
-        f"draft trees of {settings.nodes} nodes\n",
+        f"{tree_form(settings)}\n",
         ("drafted, then accepted", ACCEPTED),
         "   ",
         ("the main stream's own", OWN),

@@ -40,6 +40,7 @@ def evaluate(
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     device: options.Device = "cpu",
+    compile: options.CompileHow = options.CompileForm.auto,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
     ] = None,
@@ -57,7 +58,9 @@ def evaluate(
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
     settings = options.settings_from(max_new_tokens=max_new_tokens or chosen.max_new_tokens)
-    generator = options.load_generator(adapter, base, dtype, settings, device)
+    # The host library's own generate runs the host's own code.
+    form = options.CompileForm.off if way == Way.batched else compile
+    generator = options.load_generator(adapter, base, dtype, settings, device, form)
     with counted("inputs", len(examples)) as advance:
         texts = outputs(generator, examples, way.value, batch_size, advance)
     scores = chosen.score(texts, examples)

@@ -39,16 +39,18 @@ def generate(
         bool | None,
         typer.Option("--stream/--no-stream", help="Print text while it is written; by default on a terminal only."),
     ] = None,
-    tree: options.Tree = options.TreeForm.budget,
-    nodes: options.Nodes = options.DEFAULTS.nodes,
-    k: options.K = options.DEFAULTS.k,
+    settings: options.Settings = None,
+    tree: options.Tree = None,
+    nodes: options.Nodes = None,
+    k: options.K = None,
     streams: options.Streams = None,
-    carriers: options.Carriers = options.CarrierForm.fused,
-    prune_below: options.PruneBelow = 0.0,
+    carriers: options.Carriers = None,
+    prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
-    max_new_tokens: options.MaxNewTokens = options.DEFAULTS.max_new_tokens,
+    max_new_tokens: options.MaxNewTokens = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     device: options.Device = "cpu",
+    compile: options.CompileHow = options.CompileForm.auto,
     json_file: options.JsonFile = None,
 ) -> None:
     """Write after one or several prompts.
@@ -60,7 +62,8 @@ def generate(
 
     Example: forestream generate --adapter adapters/e2e "name[The Copper Kettle], eatType[pub], area[riverside] ->"
     """
-    settings = options.settings_from(
+    decoding = options.settings_from(
+        options.tuned(settings, adapter, dtype, device, compile),
         tree=tree,
         nodes=nodes,
         k=k,
@@ -71,7 +74,7 @@ def generate(
         max_new_tokens=max_new_tokens,
     )
     prompts = _prompts(prompt, file)
-    generator = options.load_generator(adapter, base, dtype, settings, device)
+    generator = options.load_generator(adapter, base, dtype, decoding, device, compile)
     live = sys.stdout.isatty() if stream is None else stream
     done: list[Generation] = []
     for given in prompts:

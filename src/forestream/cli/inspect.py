@@ -35,14 +35,15 @@ def inspect_adapter(
         int, typer.Option("--passes", min=0, help="Draw the draft trees of the first so many passes; 0 draws none.")
     ] = 4,
     base: options.Base = None,
-    tree: options.Tree = options.TreeForm.budget,
-    nodes: options.Nodes = options.DEFAULTS.nodes,
-    k: options.K = options.DEFAULTS.k,
+    settings: options.Settings = None,
+    tree: options.Tree = None,
+    nodes: options.Nodes = None,
+    k: options.K = None,
     streams: options.Streams = None,
-    carriers: options.Carriers = options.CarrierForm.fused,
-    prune_below: options.PruneBelow = 0.0,
+    carriers: options.Carriers = None,
+    prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
-    max_new_tokens: options.MaxNewTokens = options.DEFAULTS.max_new_tokens,
+    max_new_tokens: options.MaxNewTokens = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     device: options.Device = "cpu",
     json_file: options.JsonFile = None,
@@ -58,7 +59,8 @@ def inspect_adapter(
 
     Example: forestream inspect --adapter adapters/e2e --prune-below 0.1 --passes 2
     """
-    settings = options.settings_from(
+    decoding = options.settings_from(
+        options.tuned(settings, adapter, dtype, device, options.CompileForm.off) if settings else None,
         tree=tree,
         nodes=nodes,
         k=k,
@@ -68,7 +70,7 @@ def inspect_adapter(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, settings, device)
+    generator = options.load_generator(adapter, base, dtype, decoding, device)
     console = Console(highlight=False)
     about = summary(adapter, generator.model)
     console.print(summary_table(about, generator.model))

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from forestream.config import DecodeSettings
+from forestream.config import Compile, DecodeSettings
 from forestream.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from forestream.generation import Generator
+    from forestream.model import StreamingLM
 
 SHIPPED: Final = Path("adapters", "smollm2-135m-e2e")
 """The adapter that the repository carries: restaurant descriptions on smollm2-135m."""
+
+
+DEFAULTS: Final = DecodeSettings()
 
 
 class DType(StrEnum):
@@ -30,11 +37,19 @@ class DType(StrEnum):
 class TreeForm(StrEnum):
     budget = "budget"
     full = "full"
+    static = "static"
 
 
 class CarrierForm(StrEnum):
     deferred = "deferred"
     fused = "fused"
+
+
+class CompileForm(StrEnum):
+    auto = "auto"
+    off = "off"
+    layer = "layer"
+    full = "full"
 
 
 Adapter = Annotated[Path, typer.Option("--adapter", help="Adapter folder, as `forestream train` writes it.")]
@@ -59,35 +74,60 @@ DTypeName = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, mps.")]
+CompileHow = Annotated[
+    CompileForm,
+    typer.Option(
+        "--compile",
+        help="How layers run. layer: one layer is compiled, in some seconds at the first passes, and serves all; full: "
+        "all layers in one piece, a little faster after minutes; off: as they are; auto: layer if there is a C++ "
+        "compiler.",
+    ),
+]
+Settings = Annotated[
+    Path | None,
+    typer.Option(
+        "--settings",
+        dir_okay=False,
+        help="Settings file that `forestream tune` wrote; by default the one in the adapter's folder, if it is for "
+        "this machine. Options given here go before it.",
+    ),
+]
 Tree = Annotated[
-    TreeForm,
+    TreeForm | None,
     typer.Option(
         "--tree",
         help="Shape of the draft tree. budget: the --nodes most probable nodes. full: the --k best tokens of every "
-        "stream, each under all of the level above.",
+        "stream, each under all of the level above. static: the shape that a settings file holds.",
     ),
 ]
 Nodes = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--nodes", min=1, max=4096, help="Size of a budget tree, root included; 1 drafts nothing, 2 to 32 are usual."
+        "--nodes",
+        min=1,
+        max=4096,
+        help=f"Size of a budget tree, root included; 1 drafts nothing, 2 to 32 are usual. [default: {DEFAULTS.nodes}]",
     ),
 ]
-K = Annotated[int, typer.Option("--k", min=1, max=64, help="Candidates per stream of a full tree.")]
+K = Annotated[
+    int | None,
+    typer.Option("--k", min=1, max=64, help=f"Candidates per stream of a full tree. [default: {DEFAULTS.k}]"),
+]
 Streams = Annotated[
     int | None,
     typer.Option("--streams", min=0, max=64, help="Streams to use, at most those trained; all by default."),
 ]
 Carriers = Annotated[
-    CarrierForm,
+    CarrierForm | None,
     typer.Option(
         "--carriers",
         help="Where streams are computed. deferred: in a short pass behind the accepted node. fused: at every node, "
-        "in the same pass. The drafts are the same; which is faster depends on the machine.",
+        f"in the same pass. The drafts are the same; which is faster depends on the machine. [default: "
+        f"{DEFAULTS.carriers}]",
     ),
 ]
 PruneBelow = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--prune-below", min=0.0, max=1.0, help="Drop branches that the exit scorer thinks less probable; 0 keeps all."
     ),
@@ -96,41 +136,31 @@ PruneTo = Annotated[
     int | None,
     typer.Option("--prune-to", min=1, help="Keep the best so many nodes by the exit scorer; all by default."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, help=f"Stop after so many tokens. [default: {DEFAULTS.max_new_tokens}]"),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", dir_okay=False, help="Write everything, with its provenance, into this file, too."),
 ]
 
-DEFAULTS: Final = DecodeSettings()
 
-
-def settings_from(
-    *,
-    tree: TreeForm | Literal["budget", "full"] = TreeForm.budget,
-    nodes: int = DEFAULTS.nodes,
-    k: int = DEFAULTS.k,
-    streams: int | None = None,
-    carriers: CarrierForm | Literal["deferred", "fused"] = CarrierForm.fused,
-    prune_below: float = 0.0,
-    prune_to: int | None = None,
-    max_new_tokens: int = DEFAULTS.max_new_tokens,
-) -> DecodeSettings:
-    """Decoding settings out of option values.
+def settings_from(tuned: DecodeSettings | None = None, **given: Any) -> DecodeSettings:
+    """Decoding settings out of option values; what was not given (None) is as in `tuned`, or as by default.
 
     Raises:
         ConfigError: two options contradict each other.
     """
-    return DecodeSettings(
-        tree="full" if tree == "full" else "budget",
-        nodes=nodes,
-        k=k,
-        streams=streams,
-        carriers="fused" if carriers == "fused" else "deferred",
-        prune_below=prune_below,
-        prune_to=prune_to,
-        max_new_tokens=max_new_tokens,
-    )
+    changes: dict[str, Any] = {
+        name: value.value if isinstance(value, StrEnum) else value for name, value in given.items() if value is not None
+    }
+    settings = tuned or DEFAULTS
+    if changes.get("tree", "static") != "static":
+        changes["shape"] = None
+    elif settings.tree == "static" and "nodes" in changes:
+        changes |= {"tree": "budget", "shape": None}
+    return replace(settings, **changes)
 
 
 def torch_dtype(name: DType) -> torch.dtype:
@@ -155,6 +185,40 @@ def torch_device(name: str) -> str:
             "cpu"
         ) from error
     return name
+
+
+def compile_how(form: CompileForm) -> Compile:
+    """What `auto` means here; the others as they are."""
+    if form == CompileForm.full:
+        return "full"
+    if form == CompileForm.layer:
+        return "layer"
+    from forestream.compiled import has_compiler
+
+    return "layer" if form == CompileForm.auto and has_compiler() else "off"
+
+
+def tuned(settings: Path | None, adapter: Path, dtype: DType, device: str, form: CompileForm) -> DecodeSettings | None:
+    """What `forestream tune` chose, from the file given or else the adapter's own, if that is for this set-up.
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    from forestream.tuning import FILE, Tuned, this_setup
+
+    path = settings or adapter / FILE
+    if settings is None and not path.is_file():
+        return None
+    found = Tuned.read(path)
+    here = this_setup(dtype.value, device, compile_how(form))
+    if found.setup != here:
+        differing = [name for name, value in vars(here).items() if value != getattr(found.setup, name)]
+        note = f"{path} was tuned for another {', '.join(differing)}"
+        if settings is None:
+            Console(stderr=True).print(f"[yellow]{note}; not used. `forestream tune` makes one for this set-up.[/]")
+            return None
+        Console(stderr=True).print(f"[yellow]{note}; used all the same.[/]")
+    return found.decode
 
 
 def shipped_adapter(given: Path | None = None) -> Path:
@@ -182,6 +246,7 @@ def load_generator(
     dtype: DType = DType.bfloat16,
     settings: DecodeSettings | None = None,
     device: str = "cpu",
+    form: CompileForm = CompileForm.off,
 ) -> Generator:
     """The adapter and its base, ready to write, behind a spinner on stderr.
 
@@ -199,7 +264,24 @@ def load_generator(
     logging.disable_progress_bar()
     name = base or manifest.base.name
     spinner = console.status(f"loading {name} (a first use prepares the base model, once: about half a minute)")
-    with spinner, warnings.catch_warnings():
+    with spinner, _known_warnings():
+        return Generator.from_pretrained(
+            adapter, base, torch_dtype(dtype), settings, torch_device(device), compile_how(form)
+        )
+
+
+def load_host(adapter: Path, base: str | None, dtype: DType, device: str) -> StreamingLM:
+    """The model with its adapter merged, as the host library made it: nothing packed, nothing compiled."""
+    from forestream import checkpoint
+
+    spinner = Console(stderr=True).status("loading the base once more, for the host library's own generate")
+    with spinner, _known_warnings():
+        return checkpoint.load(adapter, base, torch_dtype(dtype))[0].to(torch_device(device))
+
+
+@contextmanager
+def _known_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
         # peft asks transformers for an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
-        return Generator.from_pretrained(adapter, base, torch_dtype(dtype), settings, torch_device(device))
+        yield

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.text import Text
 
+from forestream.config import DecodeSettings
+
 if TYPE_CHECKING:
     from forestream.generation import Generator
     from forestream.steps import Counters, Step
@@ -74,6 +76,15 @@ def figures(counters: Counters) -> dict[str, Any]:
         "decode_seconds": round(counters.decode_seconds, 5),
         "tokens_per_second": round(counters.tokens_per_second, 3),
     }
+
+
+def tree_form(settings: DecodeSettings) -> str:
+    """The draft trees of these settings in words."""
+    if settings.tree == "budget":
+        return f"draft trees of {settings.nodes} nodes" if settings.nodes > 1 else "no drafts: plain decoding is faster"
+    if settings.tree == "full":
+        return f"full draft trees, {settings.k} candidates per stream"
+    return f"draft trees of one shape of {len(settings.shape or ()) + 1} nodes"
 
 
 def heading(adapter: Path, generator: Generator) -> dict[str, Any]:

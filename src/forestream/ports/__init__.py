@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from forestream.errors import UnsupportedModel
-from forestream.ports.base import LayerCache, Port, Rotary
+from forestream.ports.base import KVShape, LayerCache, LayerInputs, Port, Rotary
 from forestream.ports.gemma import Gemma2Port, Gemma3Port, GemmaPort
 from forestream.ports.generic import GenericPort
 from forestream.ports.gpt2 import GPT2Port
@@ -35,7 +35,7 @@ _ALIBI = ("bloom", "mpt")
 SUPPORTED: tuple[str, ...] = tuple(_PORTS)
 """Families with a port of their own."""
 
-__all__ = ["SUPPORTED", "LayerCache", "Port", "Rotary", "check_parity", "port_for"]
+__all__ = ["SUPPORTED", "KVShape", "LayerCache", "LayerInputs", "Port", "Rotary", "check_parity", "port_for"]
 
 
 def port_for(model: PreTrainedModel) -> Port:

@@ -7,7 +7,8 @@ positions and our cache.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -20,6 +21,31 @@ from forestream.errors import UnsupportedModel
 CACHE_KEYWORDS = ("cache", "layer_past", "past_key_values", "past_key_value")
 
 Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one layer keeps of every slot: `heads` keys of `key_size` numbers and values of `value_size`."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What a layer is handed beside the hidden states.
+
+    Attributes:
+        mask: additive, [B or 1,1,Q,K]; always given: with none, sdpa would take a causal shortcut that is wrong for
+            a warm cache.
+        positions: [B,Q].
+        rotary: cosine and sine [B,Q,d], or None where layers are handed no table.
+    """
+
+    mask: Tensor
+    positions: Tensor
+    rotary: Rotary | None
 
 
 class LayerCache(Protocol):
@@ -42,11 +68,13 @@ class Port(ABC):
         implementations: attention implementations that read an additive mask rightly in this family.
         learned_positions: positions enter at the input only, by a table.
         lora_targets: the family's names of the attention and MLP projections: PEFT's `target_modules`.
+        shared_inputs: projections of one module that read the same input, group by group.
         transposed_weights: projections are stored [in, out] (GPT-2's Conv1D): PEFT's `fan_in_fan_out`.
         model: the host.
         family: its `config.model_type`.
         attention: the attention implementation it was loaded with.
         cache_keyword: what its layers call the cache.
+        kept: what every layer keeps in the cache; set when parity is checked.
 
     Raises:
         UnsupportedModel: the layers name no cache argument, or the attention takes no additive mask.
@@ -55,6 +83,7 @@ class Port(ABC):
     implementations: tuple[str, ...] = ("sdpa", "eager")
     learned_positions: bool = False
     lora_targets: tuple[str, ...] = ()
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
     transposed_weights: bool = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -70,6 +99,7 @@ class Port(ABC):
             )
         parameters = inspect.signature(type(self.layers[0]).forward).parameters
         self.cache_keyword: str = self._cache_keyword(tuple(parameters))
+        self.kept: tuple[KVShape, ...] = ()
         self._takes_positions = "position_ids" in parameters
         self._takes_rotary = "position_embeddings" in parameters
         self._takes_use_cache = "use_cache" in parameters
@@ -132,29 +162,21 @@ class Port(ABC):
         """
         return None
 
-    def run(
-        self,
-        i: int,
-        hidden: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        rotary: Rotary | None,
-        cache: LayerCache | None,
-    ) -> Tensor:
-        """Call stock layer i: hidden [B,Q,D] -> [B,Q,D].
+    def run(self, i: int, hidden: Tensor, inputs: LayerInputs, cache: LayerCache | None) -> Tensor:
+        """Call stock layer i: hidden [B,Q,D] -> [B,Q,D]. cache is None in training."""
+        return self.call(self.layers[i], hidden, inputs, cache)
 
-        mask [B or 1,1,Q,K] is additive and always given: with none, sdpa would take a causal shortcut that
-        is wrong for a warm cache. positions are [B,Q]. cache is None in training.
-        """
-        keywords: dict[str, Any] = {"attention_mask": mask, self.cache_keyword: cache}
+    def call(self, layer: Callable[..., Any], hidden: Tensor, inputs: LayerInputs, cache: LayerCache | None) -> Tensor:
+        """Call `layer`, a stock layer or what stands for one, the way this family's layers are called."""
+        keywords: dict[str, Any] = {"attention_mask": inputs.mask, self.cache_keyword: cache}
         if self._takes_positions:
-            keywords["position_ids"] = positions
+            keywords["position_ids"] = inputs.positions
         if self._takes_rotary:
-            keywords["position_embeddings"] = rotary
+            keywords["position_embeddings"] = inputs.rotary
         if self._takes_use_cache:
             keywords["use_cache"] = cache is not None
         # hidden goes positionally: gradient checkpointing only tracks positional tensors
-        output = self.layers[i](hidden, **keywords)
+        output = layer(hidden, **keywords)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

@@ -25,6 +25,9 @@ class GenericPort(RotaryDecoderPort):
         UnsupportedModel: the decoder has parts this port has no place for.
     """
 
+    # Names alone do not tell that projections read the same input.
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config

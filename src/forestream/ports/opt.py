@@ -15,6 +15,7 @@ class OPTPort(Port):
 
     learned_positions = True
     lora_targets = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    shared_inputs = (("q_proj", "k_proj", "v_proj"),)
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forestream.errors import UnsupportedModel
-from forestream.ports.base import LayerCache, Port
+from forestream.ports.base import KVShape, LayerCache, LayerInputs, Port
 
 # Largest difference to the stock forward under its own masks, relative to the largest logit: there sdpa may
 # pick another kernel, so rounding differs. Under the same masks the two must be equal.
@@ -24,16 +24,18 @@ _SHORT_WINDOW = 8  # below _TOKENS, so that the check reaches past the border
 
 
 class RecordingCache:
-    """Keeps nothing, hands keys and values straight back, and notes which layer called."""
+    """Keeps nothing, hands keys and values straight back, and notes which layer called with what."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
+        self.shapes: list[KVShape] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what came in; note the layer."""
+        """Return what came in; note the layer and the shape."""
         self.calls.append(layer_idx)
+        self.shapes.append(KVShape(key_states.shape[1], key_states.shape[3], value_states.shape[3]))
         return key_states, value_states
 
 
@@ -43,8 +45,24 @@ def drive(
     """The driven forward without streams: logits [B,N,V] for ids and positions [B,N], one mask per layer."""
     hidden = port.embed(ids, positions)
     for i, mask in enumerate(masks):
-        hidden = port.run(i, hidden, mask, positions, port.rotary(hidden, positions, i), cache)
+        hidden = port.run(i, hidden, LayerInputs(mask, positions, port.rotary(hidden, positions, i)), cache)
     return port.head(port.finish(hidden))
+
+
+@torch.no_grad()
+def probe(port: Port) -> Tensor:
+    """The driven forward on two rows of random tokens: logits [2,N,V]."""
+    embedding: Any = port.model.get_input_embeddings()
+    weight: Tensor = embedding.weight
+    ids, positions = _random_text(port, weight)
+    return drive(port, ids, positions, causal_masks(port, ids.shape[1], weight.dtype, weight.device)).double()
+
+
+def _random_text(port: Port, weight: Tensor) -> tuple[Tensor, Tensor]:
+    length = min(_TOKENS, port.position_limit)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(weight.shape[0], (2, length), generator=draw).to(weight.device)
+    return ids, torch.arange(length, device=weight.device).expand(2, -1)
 
 
 def causal_masks(port: Port, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -93,7 +111,7 @@ def check_parity(port: Port) -> float:
 
     Under the same masks both must be equal bit for bit. Under the stock forward's own masks, which shows
     that windows are understood, the difference must stay below `TOLERANCE`. A long window is shortened for
-    the check. Every layer must write to the cache it is given, once.
+    the check. Every layer must write to the cache it is given, once; what it writes is noted in `port.kept`.
 
     Returns:
         The largest absolute difference of logits to the stock forward under its own masks.
@@ -104,11 +122,8 @@ def check_parity(port: Port) -> float:
     with _at_rest(port):
         embedding: Any = port.model.get_input_embeddings()
         weight: Tensor = embedding.weight
-        length = min(_TOKENS, port.position_limit)
-        draw = torch.Generator().manual_seed(0)
-        ids = torch.randint(weight.shape[0], (2, length), generator=draw).to(weight.device)
-        positions = torch.arange(length, device=weight.device).expand(2, -1)
-        masks = causal_masks(port, length, weight.dtype, weight.device)
+        ids, positions = _random_text(port, weight)
+        masks = causal_masks(port, ids.shape[1], weight.dtype, weight.device)
         cache = RecordingCache()
         ours = drive(port, ids, positions, masks, cache).double()
         own = _stock(port, ids, attention_mask=torch.ones_like(ids), position_ids=positions)
@@ -118,6 +133,7 @@ def check_parity(port: Port) -> float:
             f"{port.family}: of {port.num_layers} layers, {cache.calls} wrote to the cache; "
             "each should, once, in order."
         )
+    port.kept = tuple(cache.shapes)
     exact, loose = _difference(ours, same), _difference(ours, own)
     largest = float(own.abs().max())
     if exact != 0.0 or loose > TOLERANCE[weight.dtype] * largest:

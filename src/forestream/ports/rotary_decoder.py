@@ -20,6 +20,7 @@ class RotaryDecoderPort(Port):
         "up_proj",
         "down_proj",
     )
+    shared_inputs: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
     @property
     def decoder(self) -> Any:

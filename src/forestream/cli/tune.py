@@ -1,0 +1,133 @@
+"""`forestream tune`: the settings that are fastest for an adapter on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from forestream.cli import options
+from forestream.cli.output import write_json
+from forestream.cli.profile import measure
+from forestream.cli.progress import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forestream.cost import Profile
+    from forestream.tuning import Prediction
+
+
+def tune(
+    adapter: options.ShippedAdapter = None,
+    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    split: Annotated[str, typer.Option(help="Settings are chosen on validation and reported on test.")] = "validation",
+    limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,
+    candidates: Annotated[int, typer.Option(min=1, help="How many of the best predictions are run.")] = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every candidate on every prompt.")] = 1,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
+    ] = None,
+    base: options.Base = None,
+    dtype: options.DTypeName = options.DType.bfloat16,
+    device: options.Device = "cpu",
+    compile: options.CompileHow = options.CompileForm.auto,
+    profile: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Costs that `forestream profile` measured; by default anew."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", dir_okay=False, help="Settings file; by default decoding.json beside the adapter."),
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Find the fastest settings for an adapter on this machine, and write them into a settings file.
+
+    First the cost of a pass is measured, for any number of slots. Then the model writes the texts of some prompts, and
+    what its streams would have drafted at every place is noted. Both together predict the speed of every setting: form
+    and size of the tree, number of streams, fused or deferred. The best few are run against plain decoding, in turns,
+    and the fastest of them is chosen. If that is plain decoding, the settings say so and nothing is drafted.
+
+    generate, bench and demo use the file beside the adapter by themselves, as long as the machine, the dtype and the
+    way of compiling are the same.
+
+    Tune on an idle machine. Example: forestream tune --task e2e --data-dir data
+    """
+    from forestream import provenance, tuning
+    from forestream.cost import Profile
+    from forestream.data import prompt_ids
+    from forestream.tasks import get_task
+
+    made = provenance.collect()
+    folder = options.shipped_adapter(adapter)
+    chosen = get_task(task)
+    examples = chosen.grouped(split, data_dir)[:limit]
+    decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
+    generator = options.load_generator(folder, base, dtype, decoding, device, compile)
+    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    costs = (
+        measure(generator, folder, dtype, device, compile)
+        if profile is None
+        else Profile.from_dict(json.loads(profile.read_text()))
+    )
+    with counted("recording what streams draft", len(prompts)) as advance:
+        traces = tuning.record_traces(generator, prompts, lambda: advance(1))
+    streams = generator.model.stream_config.streams
+    predictions = [tuning.predict(costs, traces, one) for one in tuning.grid(traces, streams, decoding)]
+    best = tuning.shortlist(predictions, candidates)
+    with counted("running the best", len(prompts)) as advance:
+        results = tuning.measure(generator, best, prompts, repeats, lambda: advance(1))
+    name, settings = tuning.choose(best, results)
+    errors = [_error(one, results[one.name]) for one in best]
+    Console().print(_table(best, results, costs, name))
+    Console().print(f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}")
+    setup = tuning.this_setup(dtype.value, device, options.compile_how(compile))
+    path = output or folder / tuning.FILE
+    write_json(path, asdict(tuning.Tuned(setup, settings)))
+    Console(stderr=True).print(f"{name} is the fastest; {path} says so", style="dim", highlight=False)
+    if json_file is not None:
+        run = {"adapter": folder.name, "task": task, "split": split, "dtype": dtype.value, "prompts": len(prompts)}
+        record: dict[str, Any] = {
+            "provenance": made,
+            "settings": {**run, "compile": setup.compile, "repeats": repeats, "device": device},
+            "profile": asdict(costs),
+            "predictions": [asdict(one) for one in predictions],
+            "methods": results,
+            "chosen": {"name": name, "settings": asdict(settings)},
+            "prediction_errors": {one.name: round(error, 4) for one, error in zip(best, errors, strict=True)},
+        }
+        write_json(json_file, record)
+
+
+def _error(prediction: Prediction, result: dict[str, Any]) -> float:
+    """Predicted over measured seconds per pass, less 1."""
+    return float(prediction.pass_seconds / result["seconds_per_pass"]) - 1
+
+
+def _table(best: Sequence[Prediction], results: dict[str, dict[str, Any]], costs: Profile, chosen: str) -> Table:
+    from forestream.cost import plain_seconds
+
+    table = Table(title="predicted → measured", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("setting", "tokens a pass", "ms a pass", "tokens/s", "speedup"):
+        table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
+    own = plain_seconds(costs)
+    rows = [("plain", 1.0, own, 1 / own, 1.0)]
+    rows += [(p.name, p.tokens_per_pass, p.pass_seconds, p.tokens_per_second, p.speedup) for p in best]
+    for name, tokens, seconds, speed, speedup in rows:
+        found = results[name]
+        table.add_row(
+            name,
+            f"{tokens:.2f} → {found['call_reduction']:.2f}",
+            f"{1e3 * seconds:.1f} → {1e3 * found['seconds_per_pass']:.1f}",
+            f"{speed:.1f} → {found['tokens_per_second']:.1f}",
+            f"{speedup:.2f} → {found['speedup']['of_totals']:.2f}",
+            style="green" if name == chosen else "",
+        )
+    return table

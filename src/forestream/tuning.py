@@ -1,0 +1,187 @@
+"""Which settings run an adapter fastest on a machine: predicted from its profile, checked by running the best few.
+
+The choice is kept as a file beside the adapter, with the set-up that it holds for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+
+from forestream import provenance
+from forestream.acceptance import Trace, rates, record, simulate
+from forestream.baseline import plain
+from forestream.bench.methods import PLAIN, Method, method
+from forestream.bench.runner import compare
+from forestream.config import DecodeSettings, JsonConfig
+from forestream.cost import Profile, best_static_tree, pass_seconds, plain_seconds
+from forestream.decode import decode
+from forestream.drafting import RankDrafter, drafter_for
+from forestream.errors import ConfigError
+from forestream.generation import Generator
+from forestream.steps import tokens_of
+
+FILE: Final = "decoding.json"
+"""Name of the settings file in an adapter's folder."""
+
+
+@dataclass(frozen=True)
+class Setup(JsonConfig):
+    """What speed depends on beside the settings.
+
+    Attributes:
+        processor, threads, device: of the machine.
+        dtype, compile: how the model is run.
+    """
+
+    processor: str
+    threads: int
+    device: str
+    dtype: str
+    compile: str
+
+
+@dataclass(frozen=True)
+class Tuned(JsonConfig):
+    """The choice that `forestream tune` made, and for which set-up."""
+
+    setup: Setup
+    decode: DecodeSettings
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        if set(values) != {"setup", "decode"}:
+            raise ConfigError(f"a settings file holds 'setup' and 'decode'; found {', '.join(sorted(values))}")
+        return cls(Setup.from_dict(values["setup"]), DecodeSettings.from_dict(values["decode"]))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises:
+        ConfigError: the file is missing or malformed.
+        """
+        if not path.is_file():
+            raise ConfigError(f"there is no settings file {path}; `forestream tune` writes one")
+        try:
+            return cls.from_json(path.read_text())
+        except (TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is malformed: {error}") from error
+
+
+def this_setup(dtype: str, device: str, compile: str) -> Setup:
+    """The set-up of this process."""
+    machine = provenance.machine()
+    return Setup(machine["processor"], machine["threads"], device, dtype, compile)
+
+
+# --- prediction ---------------------------------------------------------------------------------------------------
+
+BUDGETS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+FULL: Final = ((1, 4), (2, 2), (2, 3), (3, 2))
+"""Full trees as (k, most streams): larger ones hold more nodes than any of the others."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a setting is expected to do on some texts.
+
+    Attributes:
+        name: short, unique within a grid.
+        tokens_per_pass: generated tokens over passes, the prompts' passes left out.
+        pass_seconds: mean over the passes.
+        tokens_per_second: decoding speed after the prompt passes.
+        speedup: over plain decoding, predicted in the same way.
+    """
+
+    name: str
+    settings: DecodeSettings
+    tokens_per_pass: float
+    pass_seconds: float
+    tokens_per_second: float
+    speedup: float
+
+
+def record_traces(
+    generator: Generator, prompts: Sequence[Sequence[int]], advance: Callable[[], None] = lambda: None
+) -> list[Trace]:
+    """What streams would have drafted at every place of the texts that the model writes after `prompts`."""
+    traces = []
+    for prompt in prompts:
+        tokens = tokens_of(list(plain(generator.model, prompt, generator.settings, generator.eos)))
+        traces.append(record(generator.model, prompt, tokens, limit=generator.settings.max_new_tokens))
+        advance()
+    return traces
+
+
+def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[DecodeSettings]:
+    """Every setting that is considered: budget, full and static trees with 1 to G streams, fused and deferred."""
+    bare = replace(base, tree="budget", shape=None, prune_below=0.0, prune_to=None)
+    settings = []
+    for used in range(1, streams + 1):
+        here = replace(bare, streams=used)
+        settings += [replace(here, nodes=nodes) for nodes in BUDGETS]
+        settings += [replace(here, tree="full", k=k) for k, most in FULL if used <= most]
+        accept = rates(traces, used)
+        for nodes in BUDGETS:
+            parents, ranks = best_static_tree(accept, nodes)
+            shape = tuple(zip(parents[1:], ranks[1:], strict=True))
+            settings.append(replace(here, tree="static", shape=shape))
+    return [replace(one, carriers=carriers) for one in settings for carriers in ("deferred", "fused")]
+
+
+def name_of(settings: DecodeSettings) -> str:
+    """A short name: form and size of the tree, streams, and where they are computed."""
+    size = {"budget": settings.nodes, "full": settings.k, "static": len(settings.shape or ()) + 1}[settings.tree]
+    fused = "+fused" if settings.carriers == "fused" else ""
+    return f"{settings.tree}-{size}+G{settings.streams}{fused}"
+
+
+def predict(costs: Profile, traces: Sequence[Trace], settings: DecodeSettings) -> Prediction:
+    """Passes of the texts by simulation, and their seconds by the profile."""
+    drafter: RankDrafter = drafter_for(settings)
+    streams = settings.streams if settings.streams is not None else traces[0].streams
+    runs = [simulate(trace, drafter, streams) for trace in traces]
+    passes = sum(run.passes for run in runs)
+    seconds = sum(pass_seconds(costs, nodes, streams, settings.carriers) for run in runs for nodes in run.nodes)
+    decoded = sum(run.tokens - 1 for run in runs)
+    if not passes:
+        raise ConfigError("no text of the traces goes beyond its first token; there is nothing to speed up")
+    speed = decoded / seconds
+    return Prediction(
+        name_of(settings),
+        settings,
+        sum(run.tokens for run in runs) / passes,
+        seconds / passes,
+        speed,
+        speed * plain_seconds(costs),
+    )
+
+
+def shortlist(predictions: Sequence[Prediction], most: int) -> list[Prediction]:
+    """The `most` best predictions, fastest first."""
+    return sorted(predictions, key=lambda one: -one.tokens_per_second)[:most]
+
+
+def measure(
+    generator: Generator,
+    candidates: Sequence[Prediction],
+    prompts: Sequence[Sequence[int]],
+    repeats: int = 1,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Run plain decoding and the candidates in turns; the entries of a bench file, by name."""
+    model, eos = generator.model, generator.eos
+    drafting = [
+        Method(one.name, one.settings, partial(decode, model, settings=one.settings, eos=eos)) for one in candidates
+    ]
+    return compare(model, [method(PLAIN, generator), *drafting], prompts, repeats, advance)
+
+
+def choose(candidates: Sequence[Prediction], results: dict[str, dict[str, Any]]) -> tuple[str, DecodeSettings]:
+    """The fastest as measured, by name; plain decoding, a tree of the root alone, if nothing is faster."""
+    fastest = max(results, key=lambda name: results[name]["speedup"]["of_totals"])
+    if fastest == PLAIN:
+        return PLAIN, replace(candidates[0].settings, tree="budget", shape=None, nodes=1, streams=None)
+    return fastest, next(one.settings for one in candidates if one.name == fastest)

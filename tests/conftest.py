@@ -38,3 +38,16 @@ def seed() -> int:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands compile nothing by themselves in tests; whoever asks for it still gets it."""
+    from forestream.cli import options
+
+    chosen = options.compile_how
+
+    def how(form: options.CompileForm) -> str:
+        return chosen(options.CompileForm.off if form == options.CompileForm.auto else form)
+
+    monkeypatch.setattr(options, "compile_how", how)

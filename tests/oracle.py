@@ -28,6 +28,7 @@ from forestream.decode import decode
 from forestream.drafting import Drafter, DraftTree
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.ports import LayerInputs
 from forestream.steps import Step, tokens_of
 from forestream.topology import Topology, chain
 
@@ -138,7 +139,7 @@ def slow_tree_logits(
         places.append(place)
         cache.angle = j * _rotation_angle(model)
         if model.gate is not None:
-            model.gate.open(mains=0, slots=1)
+            model.gate.open(mains=0, slots=1, device=trunk.device)
         state = _causal(model, model.stream_layers, _start(model, trunk[:, -1:], j), [place], places, cache)
         outcomes.append(model.port.head(model.port.finish(state))[0, 0])
     return mains, torch.stack(outcomes) if outcomes else mains[:0]
@@ -163,7 +164,7 @@ def _causal(
         ]
         mask = torch.where(torch.tensor([[seen]]), 0.0, torch.finfo(states.dtype).min)
         rotary = model.port.rotary(states, positions, i)
-        states = model.port.run(i, states, mask.to(states.dtype), positions, rotary, cache)
+        states = model.port.run(i, states, LayerInputs(mask.to(states.dtype), positions, rotary), cache)
     return states
 
 
@@ -306,9 +307,8 @@ def assert_no_trace(cache_a: StreamCache, cache_b: StreamCache, tolerance: float
     In float32, up to `tolerance` of a layer's largest entry: passes of other sizes round differently.
     """
     assert cache_a.committed == cache_b.committed, "committed lengths differ"
-    layers = len(cache_a._keys)
-    assert layers == len(cache_b._keys), "numbers of layers differ"
-    for layer in range(layers):
+    assert cache_a.shapes == cache_b.shapes, "shapes of layers differ"
+    for layer in range(len(cache_a.shapes)):
         for what, a, b in zip(("keys", "values"), cache_a.content(layer), cache_b.content(layer), strict=True):
             assert a.shape == b.shape, f"{what} of layer {layer}: shapes {a.shape} and {b.shape} differ"
             if a.numel():

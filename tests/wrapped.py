@@ -4,11 +4,13 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import zoo
 from forestream.config import StreamConfig
 from forestream.model import StreamingLM
+from forestream.streams import SlotGate
 from forestream.training import training_model
 
 STREAMS = 4
@@ -56,7 +58,12 @@ def shake(model: StreamingLM, seed: int, scale: float = 0.1) -> None:
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-def trained(model: StreamingLM) -> dict[str, torch.Tensor]:
+def ajar(gate: SlotGate) -> Tensor | None:
+    """What a gate that takes the last main slot for a stream's would let the branch act on."""
+    return gate.opened if gate.opened is None else torch.cat([gate.opened[1:], gate.opened[-1:]])
+
+
+def trained(model: StreamingLM) -> dict[str, Tensor]:
     """Copies of everything that training changes, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 

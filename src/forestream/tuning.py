@@ -128,7 +128,8 @@ def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[De
             parents, ranks = best_static_tree(accept, nodes)
             shape = tuple(zip(parents[1:], ranks[1:], strict=True))
             settings.append(replace(here, tree="static", shape=shape))
-    return [replace(one, carriers=carriers) for one in settings for carriers in ("deferred", "fused")]
+    # Where streams have few candidates, the best shapes of several sizes are one.
+    return list(dict.fromkeys(replace(one, carriers=how) for one in settings for how in ("deferred", "fused")))
 
 
 def name_of(settings: DecodeSettings) -> str:

@@ -25,7 +25,7 @@ from forestream.pruning import KeepAbove, KeepBest, edge_scores
 from forestream.steps import tokens_of
 from oracle import Prophet, assert_no_trace, assert_packed_equals_plain, prefilled, slow_tree_logits
 from treepass import CLOSE, TOKENS, TREE, close, tree_pass
-from wrapped import STREAMS, prompt, wrapped
+from wrapped import STREAMS, ajar, prompt, wrapped
 from zoo import HOSTS, WINDOW
 
 every_host = pytest.mark.parametrize("host", HOSTS)
@@ -313,9 +313,9 @@ def _gate_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SlotGate._gate
 
     def wrong(gate: SlotGate, *rest: Any) -> Tensor:
-        gate.mains, kept = max(gate.mains - 1, 0), gate.mains
+        gate.opened, kept = ajar(gate), gate.opened
         outcome = right(gate, *rest)
-        gate.mains = kept
+        gate.opened = kept
         return outcome
 
     monkeypatch.setattr(SlotGate, "_gate", wrong)

@@ -15,6 +15,7 @@ from forestream.errors import DataError
 from forestream.model import StreamingLM
 from forestream.objective import IGNORED, LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
+from forestream.ports import LayerInputs
 from forestream.training import StreamTrainer, TrainConfig, fit
 from wrapped import prompt, shake, trainable, trained
 from zoo import HOSTS
@@ -45,9 +46,10 @@ def causal(model: StreamingLM, layers: range, states: Tensor, positions: Tensor,
     length = states.shape[1]
     mask = torch.full((1, 1, length, length), torch.finfo(states.dtype).min).triu(1)
     if model.gate is not None:
-        model.gate.mains, model.gate.slots = mains, length
+        model.gate.open(mains, length, states.device)
     for i in layers:
-        states = model.port.run(i, states, mask, positions, model.port.rotary(states, positions, i), None)
+        inputs = LayerInputs(mask, positions, model.port.rotary(states, positions, i))
+        states = model.port.run(i, states, inputs, None)
     return states
 
 

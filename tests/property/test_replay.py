@@ -12,11 +12,14 @@ from torch import Tensor
 
 from forestream.cache import StreamCache
 from forestream.errors import CacheError
+from forestream.ports import KVShape
 from oracle import assert_no_trace
 from strategies import draft_trees
 
-LAYERS, CAPACITY = 3, 200
-TRUNK, STREAM = range(2), range(2, LAYERS)
+CAPACITY = 200
+SHAPES = (KVShape(2, 3, 3), KVShape(1, 4, 2), KVShape(2, 3, 3), KVShape(2, 3, 3), KVShape(1, 4, 2))
+LAYERS = len(SHAPES)
+TRUNK, STREAM = range(3), range(3, LAYERS)
 NOISE = 10_000
 
 
@@ -48,10 +51,14 @@ def passes(draw: DrawFn) -> Pass:
 
 
 def states(layer: int, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A fake writer: keys and values [2,2,Q,3] that tell rows, heads, layers and tokens apart."""
+    """A fake writer: keys and values [2,h,Q,d] that tell rows, heads, layers and tokens apart."""
+    shape = SHAPES[layer]
     token = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None]
-    spread = torch.arange(2 * 2 * 3, dtype=torch.float32).view(2, 2, 1, 3) / 16
-    return token + spread + 100 * layer, -(token + spread + 100 * layer)
+    keys, values = (
+        torch.arange(2 * shape.heads * size, dtype=torch.float32).view(2, shape.heads, 1, size) / 16
+        for size in (shape.key_size, shape.value_size)
+    )
+    return token + keys + 100 * layer, -(token + values + 100 * layer)
 
 
 def write(cache: StreamCache, layers: range, tokens: Sequence[int], before: Sequence[int]) -> None:
@@ -74,7 +81,7 @@ def run(cache: StreamCache, one: Pass, before: Sequence[int]) -> None:
 
 
 def replay(text: Sequence[int]) -> StreamCache:
-    cache = StreamCache(LAYERS, CAPACITY)
+    cache = StreamCache(SHAPES, CAPACITY, rows=2)
     write(cache, range(LAYERS), text, ())
     cache.advance(len(text))
     return cache
@@ -82,7 +89,7 @@ def replay(text: Sequence[int]) -> StreamCache:
 
 @given(st.lists(passes(), min_size=1, max_size=8))
 def test_commit_equals_replay_after_every_pass(sequence: list[Pass]) -> None:
-    cache, text = StreamCache(LAYERS, CAPACITY), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
     for one in sequence:
         run(cache, one, text)
         text += one.text
@@ -92,7 +99,7 @@ def test_commit_equals_replay_after_every_pass(sequence: list[Pass]) -> None:
 @given(st.data())
 def test_deferred_streams_and_abandoned_passes_leave_no_trace(data: DataObject) -> None:
     """Between two passes: streams of the last token, or a pass that stopped after some of the layers."""
-    cache, text = StreamCache(LAYERS, CAPACITY), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
     for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
         run(cache, one, text)
         text += one.text
@@ -105,7 +112,7 @@ def test_deferred_streams_and_abandoned_passes_leave_no_trace(data: DataObject) 
 
 @given(st.data())
 def test_rewinding_equals_a_replay_of_less_text(data: DataObject) -> None:
-    cache, text = StreamCache(LAYERS, CAPACITY), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
     for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
         run(cache, one, text)
         text += one.text
@@ -116,7 +123,7 @@ def test_rewinding_equals_a_replay_of_less_text(data: DataObject) -> None:
 
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_a_pass_fits_up_to_the_capacity_and_no_further(committed: int, slots: int) -> None:
-    cache = StreamCache(LAYERS, 30)
+    cache = StreamCache(SHAPES, 30, rows=2)
     write(cache, range(LAYERS), range(committed), ())
     cache.advance(committed)
     if committed + slots <= 30:

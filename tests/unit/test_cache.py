@@ -15,21 +15,24 @@ from forestream.drafting import BudgetTree, DraftTree
 from forestream.errors import CacheError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.ports import KVShape
 from forestream.pruning import KeepBest
 from forestream.steps import tokens_of
 from forestream.topology import Topology, chain
 from oracle import Prophet, assert_no_trace, prefilled
 from wrapped import prompt, wrapped
 
-LAYERS = 3
-TRUNK, STREAM, ALL = range(2), range(2, 3), range(LAYERS)
+# Layers of two shapes take turns, as where windows or key sizes do.
+SHAPES = (KVShape(2, 4, 4), KVShape(1, 4, 6), KVShape(2, 4, 4), KVShape(1, 4, 6), KVShape(2, 4, 4))
+TRUNK, STREAM, ALL = range(3), range(3, 5), range(5)
 
 
 def states(layer: int, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Made-up keys and values [1,2,Q,4] that tell every token and layer apart."""
+    """Made-up keys and values [1,h,Q,d] that tell every token, head and layer apart."""
+    shape = SHAPES[layer]
     base = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None] + 1000 * (layer + 1)
-    heads = torch.tensor([0.25, 0.5])[None, :, None, None]
-    return (base + heads).expand(-1, -1, -1, 4), -(base + heads).expand(-1, -1, -1, 4)
+    heads = torch.arange(1, 1 + shape.heads)[None, :, None, None] / 4
+    return (base + heads).expand(-1, -1, -1, shape.key_size), -(base + heads).expand(-1, -1, -1, shape.value_size)
 
 
 def write(cache: StreamCache, tokens: Sequence[int], layers: range = ALL) -> None:
@@ -39,7 +42,7 @@ def write(cache: StreamCache, tokens: Sequence[int], layers: range = ALL) -> Non
 
 
 def replay(text: Sequence[int], capacity: int = 20) -> StreamCache:
-    cache = StreamCache(LAYERS, capacity)
+    cache = StreamCache(SHAPES, capacity)
     write(cache, text)
     cache.advance(len(text))
     return cache
@@ -103,17 +106,36 @@ def test_a_commit_never_touches_committed_text_and_moves_as_little_as_the_path_n
     """What a step moves does not grow with the text before it."""
     cache = replay(range(12))
     write(cache, (20, 21, 22, 23, 24))
-    whole = cache._keys[0]
-    assert whole is not None
-    before = whole.clone()
+    stores = [store for layer in ALL for store in cache.store(layer, 5)]
+    before = [store.clone() for store in stores]
     cache.commit(ALL, (0, 1, 3, 4))
-    changed = (whole != before).any(dim=(0, 1, 3)).nonzero().flatten().tolist()
-    assert changed == [14, 15]
+    for store, old in zip(stores, before, strict=True):
+        assert (store != old).any(dim=(0, 1, 3)).nonzero().flatten().tolist() == [14, 15]
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 2), TRUNK, STREAM, range(1, 4), range(2, 2), ALL], ids=str)
+def test_a_commit_moves_the_layers_it_names_and_no_other(layers: range) -> None:
+    """All layers of one shape lie in one tensor and move at once."""
+    cache = replay((1, 2))
+    write(cache, (10, 11, 12))
+    stores = [cache.store(layer, 3) for layer in ALL]
+    before = [[part.clone() for part in store] for store in stores]
+    cache.commit(layers, (0, 2))
+    for layer, (store, old) in enumerate(zip(stores, before, strict=True)):
+        for found, part in zip(store, old, strict=True):
+            wanted = part.clone()
+            if layer in layers:
+                wanted[:, :, 3] = part[:, :, 4]
+            assert torch.equal(found, wanted)
 
 
 def test_committing_before_any_pass_is_an_error() -> None:
     with pytest.raises(CacheError, match="layer 0 is committed before any pass wrote to it"):
-        StreamCache(LAYERS, 5).commit(ALL, (0, 2))
+        StreamCache(SHAPES, 5).commit(ALL, (0, 2))
+    cache = StreamCache(SHAPES, 5)
+    write(cache, (1, 2, 3), TRUNK)
+    with pytest.raises(CacheError, match="layer 3 is committed before any pass wrote to it"):
+        cache.commit(ALL, (0, 2))
 
 
 # --- rewinding ------------------------------------------------------------------------------------------------
@@ -152,20 +174,55 @@ def test_a_pass_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
 
 
 def test_a_layer_that_wrote_another_number_of_slots_is_an_error() -> None:
-    cache = StreamCache(LAYERS, 20)
+    cache = StreamCache(SHAPES, 20)
     write(cache, (1, 2, 3))
     cache.expect(ALL, 3)
     with pytest.raises(CacheError, match="layer 0 wrote 3 slots; the pass has 2"):
         cache.expect(ALL, 2)
     cache.begin(STREAM)
     cache.expect(TRUNK, 3)
-    with pytest.raises(CacheError, match="layer 2 wrote 0 slots; the pass has 3"):
+    with pytest.raises(CacheError, match="layer 3 wrote 0 slots; the pass has 3"):
         cache.expect(ALL, 3)
 
 
-def test_an_empty_layer_has_no_content() -> None:
-    with pytest.raises(CacheError, match="layer 1 holds nothing yet"):
-        StreamCache(LAYERS, 20).content(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_cache_has_room_for_every_layer_and_holds_nothing(dtype: torch.dtype) -> None:
+    cache = StreamCache(SHAPES, 20, dtype, rows=3)
+    for layer, shape in enumerate(SHAPES):
+        for room, held, size in zip(
+            cache.store(layer, 0), cache.content(layer), (shape.key_size, shape.value_size), strict=True
+        ):
+            assert room.shape == (3, shape.heads, 20, size)
+            assert held.shape == (3, shape.heads, 0, size)
+            assert room.dtype == dtype
+            assert not room.any()
+    cache.expect(ALL, 0)
+
+
+# --- a caller that writes by itself ---------------------------------------------------------------------------
+
+
+def test_writing_to_the_store_at_the_scratch_places_is_an_update() -> None:
+    caches = replay((1, 2, 3)), replay((1, 2, 3))
+    write(caches[0], (10, 11, 12, 13))
+    where = caches[1].scratch(4)
+    assert where.tolist() == [3, 4, 5, 6]
+    caches[1].begin(ALL)
+    for layer in ALL:
+        for store, part in zip(caches[1].store(layer, 4), states(layer, (10, 11, 12, 13)), strict=True):
+            store.index_copy_(2, where, part)
+    for cache in caches:
+        cache.expect(ALL, 4)
+        cache.commit(ALL, (0, 2, 3))
+        cache.advance(3)
+    assert_no_trace(*caches, tolerance=0)
+
+
+def test_scratch_places_for_a_pass_that_does_not_fit_are_an_error() -> None:
+    cache = replay((1, 2, 3), capacity=5)
+    assert cache.scratch(2).tolist() == [3, 4]
+    with pytest.raises(CacheError, match="a pass of 3 slots does not fit: 3 of 5 are committed"):
+        cache.scratch(3)
 
 
 @torch.no_grad()
@@ -180,7 +237,7 @@ def test_a_host_that_swallows_the_cache_keyword_is_noticed() -> None:
 
 
 def test_values_are_mapped_before_they_are_stored_and_keys_are_not() -> None:
-    cache = StreamCache(LAYERS, 20)
+    cache = StreamCache(SHAPES, 20)
     cache.value_map = lambda values: values * 2
     keys, values = states(0, (1, 2))
     found = cache.update(keys, values, 0)

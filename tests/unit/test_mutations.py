@@ -29,7 +29,7 @@ from oracle import (
     visible,
 )
 from strategies import paths_of
-from wrapped import prompt, wrapped
+from wrapped import ajar, prompt, wrapped
 
 TREE = DraftTree(Topology((-1, 0, 0, 1)), (5, 6, 7, 8))
 CARRIERS, STREAMS = (1, 3), 2
@@ -154,10 +154,10 @@ def test_a_gate_that_lets_the_adapter_through_is_noticed(host: str, monkeypatch:
 
     def leaking(self: SlotGate, module: Any, inputs: Any, output: Tensor) -> Tensor:
         """The last main slot passes for a stream."""
-        mains = self.mains
-        self.mains = max(mains - 1, 0)
+        right = self.opened
+        self.opened = ajar(self)
         gated = gate(self, module, inputs, output)
-        self.mains = mains
+        self.opened = right
         return gated
 
     monkeypatch.setattr(SlotGate, "_gate", leaking)

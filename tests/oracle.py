@@ -352,7 +352,7 @@ class Prophet:
             place = len(text) + row
             draw = random.Random(f"{self.seed} {len(text)} {row}").random()
             if place < len(self.truth) and draw < self.rate:
-                logits[row, self.truth[place]] = logits[row].max() + self.push
+                logits[row, self.truth[place]] = logits[row].max() + self.push + row / 8
         return self.inner(text, logits)
 
 

@@ -59,5 +59,11 @@ def group_heads(port: Port) -> None:
         port.model.config._attn_implementation = port.attention
 
 
+def _every_mask(*args: Any, **keywords: Any) -> Tensor | None:
+    """The host's own forward leaves causal masks to sdpa where it can; here a mask is always needed."""
+    mask: Tensor | None = sdpa_mask(*args, **{**keywords, "allow_is_causal_skip": False})
+    return mask
+
+
 AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionMaskInterface.register(GROUPED, _every_mask)

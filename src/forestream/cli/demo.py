@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,22 +18,23 @@ from forestream.cli.output import write_json
 from forestream.cli.writing import ACCEPTED, OWN, figures, heading, tree_form
 
 if TYPE_CHECKING:
+    from forestream.config import DecodeSettings
     from forestream.generation import Generation, Generator
     from forestream.steps import Counters
 
 PROMPTS: Final = (
-    "name[The Copper Kettle], eatType[pub], food[English], priceRange[moderate], customer rating[3 out of 5], "
+    "name[Blue Spice], eatType[pub], food[English], priceRange[moderate], customer rating[3 out of 5], "
     "area[riverside], familyFriendly[yes], near[Café Rouge] ->",
-    "name[Marlowe], food[Italian], priceRange[high], customer rating[high], area[city centre], familyFriendly[no], "
-    "near[Café Rouge] ->",
-    "name[Lantern House], eatType[restaurant], food[Indian], priceRange[less than £20], area[riverside], "
+    "name[The Waterman], food[Italian], priceRange[high], customer rating[average], area[city centre], "
+    "familyFriendly[no], near[Crowne Plaza Hotel] ->",
+    "name[Wildwood], eatType[restaurant], food[Indian], priceRange[less than £20], area[riverside], "
     "familyFriendly[yes] ->",
-    "name[Fern and Fig], eatType[coffee shop], food[French], priceRange[cheap], customer rating[5 out of 5], "
+    "name[The Punter], eatType[coffee shop], food[French], priceRange[cheap], customer rating[5 out of 5], "
     "area[riverside] ->",
-    "name[The Night Owl], eatType[coffee shop], food[Chinese], priceRange[less than £20], customer rating[low], "
+    "name[Giraffe], eatType[pub], food[Fast food], priceRange[more than £30], customer rating[low], "
     "area[city centre], familyFriendly[yes] ->",
 )
-"""Made up for this demo, in the form that the shipped adapter was trained on."""
+"""Put together for this demo, out of the names and values that the shipped adapter was trained to write about."""
 
 NEAR_TIE: Final = 0.5
 """Logits this close may change places by rounding: bfloat16 tells numbers between 16 and 32 apart in steps of 1/8."""
@@ -88,6 +89,8 @@ def demo(
 ) -> None:
     """Watch the same text being written twice: one token a pass, and by drafting ahead.
 
+    Without a settings file of `forestream tune`, the faster of deferred and fused streams is taken after a try.
+
     The model turns facts about made-up restaurants into sentences, first plainly, then by forestream. Both run the
     same weights on the same machine, each after one warm-up run; times are those of the passes, drawing is not timed.
 
@@ -104,7 +107,8 @@ def demo(
     console = Console(highlight=False)
     prompts = tuple(prompt) if prompt else PROMPTS
     with Console(stderr=True).status("warming up: compiling, and one text by each method, not counted"):
-        generator.warm_up()
+        if tuned is None:
+            generator.settings = _faster(generator, prompts[0])
         generator.collect(generator.plain_steps(prompts[0]))
         generator.generate(prompts[0])
     console.print(_introduction(generator, folder, dtype))
@@ -124,11 +128,22 @@ def demo(
     _judge(pairs, dtype)
 
 
+def _faster(generator: Generator, prompt: str) -> DecodeSettings:
+    """The settings with deferred or with fused streams, whichever takes less time a pass here."""
+    seconds = {}
+    for carriers in ("deferred", "fused"):
+        settings = replace(generator.settings, carriers=carriers)
+        generator.generate(prompt, carriers=carriers)
+        counters = generator.generate(prompt, carriers=carriers).counters
+        seconds[settings] = counters.decode_seconds / max(counters.passes, 1)
+    return min(seconds, key=lambda settings: seconds[settings])
+
+
 def _introduction(generator: Generator, folder: Path, dtype: options.DType) -> Text:
     model, settings = generator.model, generator.settings
     return Text.assemble(
         f"adapter {folder.name} ({model.stream_config.mode}, {model.stream_config.streams} streams), {dtype}, "
-        f"{tree_form(settings)}\n",
+        f"{tree_form(settings)}, streams {settings.carriers}\n",
         ("drafted, then accepted", ACCEPTED),
         "   ",
         ("the main stream's own", OWN),

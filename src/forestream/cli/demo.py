@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forestream.steps import Counters
 
 PROMPTS: Final = (
-    "name[Blue Spice], eatType[pub], food[English], priceRange[moderate], customer rating[3 out of 5], "
+    "name[Alimentum], eatType[pub], food[English], priceRange[moderate], customer rating[3 out of 5], "
     "area[riverside], familyFriendly[yes], near[Café Rouge] ->",
     "name[The Waterman], food[Italian], priceRange[high], customer rating[average], area[city centre], "
     "familyFriendly[no], near[Crowne Plaza Hotel] ->",

@@ -238,6 +238,16 @@ def test_the_host_librarys_generate_writes_the_text_of_plain_decoding(mode: str)
     assert ended[-1].finish == "stop"
 
 
+def test_named_trees_replace_a_static_one(adapter: Path) -> None:
+    settings = DecodeSettings(tree="static", shape=((0, 0), (0, 1)), max_new_tokens=9)
+    generator = Generator.from_pretrained(adapter, settings=settings)
+    for name, form in (("budget-5", ("budget", 5)), ("full-2+fused", ("full", 8))):
+        found = method(name, generator).settings
+        assert found is not None
+        assert (found.tree, found.nodes, found.shape, found.max_new_tokens) == (*form, None, 9)
+    assert method("forestream", generator).settings == settings
+
+
 def test_the_host_librarys_generate_needs_a_model_of_its_own(generator: Generator) -> None:
     with pytest.raises(ConfigError, match="model of its own"):
         method("transformers", generator)

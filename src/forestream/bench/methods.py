@@ -64,6 +64,7 @@ def method(
         settings = replace(
             settings,
             **_size(match["tree"], int(match["size"])),
+            shape=None,
             prune_below=prune_below if match["pruned"] else 0.0,
             prune_to=None,
             carriers="fused" if match["fused"] else "deferred",

@@ -168,7 +168,7 @@ class DecodeSettings(JsonConfig):
     k: int = 2
     shape: Shape | None = None
     streams: int | None = None
-    carriers: Literal["deferred", "fused"] = "fused"
+    carriers: Literal["deferred", "fused"] = "deferred"
     prune_below: float = 0.0
     prune_to: int | None = None
     max_new_tokens: int = 128

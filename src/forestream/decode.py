@@ -157,7 +157,7 @@ def streams_in_use(model: StreamingLM, settings: DecodeSettings) -> int:
         ConfigError: more than were trained.
     """
     trained = model.stream_config.streams
-    if settings.tree == "budget" and settings.nodes == 1:
+    if largest_tree(settings, trained) == 1:
         return 0  # a root alone drafts nothing
     if settings.streams is not None and settings.streams > trained:
         raise ConfigError(f"streams is {settings.streams}; this adapter was trained with {trained}")

@@ -1,0 +1,103 @@
+"""EQ in float32 for compiled layers: text, trees and acceptances are those of the same model as it was loaded.
+
+Here layers become machine code; what tracing alone decides is tested in test_traced.py, in seconds.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from transformers import PreTrainedModel
+
+from forestream.config import StreamConfig
+from forestream.model import StreamingLM
+from forestream.ports import SUPPORTED
+from forestream.steps import Counters, tokens_of
+from subject import stock_text
+from twins import twins
+from wrapped import SMALL, STREAMS, prompt
+from zoo import HOSTS, WINDOW, custom
+
+
+def _compiler() -> bool:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.skipif(not _compiler(), reason="compiling needs a C++ compiler"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Nothing that one test traced is left to another."""
+    yield
+    torch._dynamo.reset()
+
+
+def qwen_window() -> PreTrainedModel:
+    return custom("qwen2", num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+
+
+# As many nodes as streams: passes over trees and over deferred streams share their code, which saves compilations.
+DEFERRED: dict[str, Any] = {"nodes": STREAMS, "carriers": "deferred"}
+PRUNED: dict[str, Any] = {**DEFERRED, "prune_below": 1e-3}
+
+FAMILIES: dict[str, tuple[str | Callable[[], PreTrainedModel], dict[str, Any]]] = {
+    "llama": ("llama", DEFERRED),
+    "opt": ("opt-pre", DEFERRED),
+    "phi": ("phi", DEFERRED),
+    "phi3": ("phi3", DEFERRED),
+    "mistral": ("mistral-window", PRUNED),
+    "qwen2": (qwen_window, DEFERRED),
+    "qwen3": ("qwen3", DEFERRED),
+    "gemma": ("gemma", DEFERRED),
+    "gemma2": ("gemma2", DEFERRED),
+    "gemma3_text": ("gemma3", DEFERRED),
+    "gpt_neox": ("gpt_neox-parallel", DEFERRED),
+    "gpt2": ("gpt2", PRUNED),
+}
+
+
+def test_all_families_are_compiled() -> None:
+    assert sorted(FAMILIES) == sorted(SUPPORTED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_layer_by_layer(family: str) -> None:
+    """Prompts of several lengths, so that capacities change; long enough that windows are left behind."""
+    host, settings = FAMILIES[family]
+    here, counters = twins(host), Counters()
+    assert here.prepared.layers._kinds == [0] * 4
+    for seed, (length, tokens) in enumerate(((6, 12), (2 * WINDOW + 3, 18), (3, 7))):
+        counters.extend(here.begin(prompt(length, seed=seed), tokens, **settings))
+    assert counters.mean_acceptance_length > 1.5
+    assert (counters.nodes < STREAMS * counters.passes) == ("prune_below" in settings)
+
+
+def test_a_lossless_adapter() -> None:
+    """Random, so that a gate that is open or shut at the wrong time shows; the text is the bare base's."""
+    here, counters = twins("gpt_neox-sequential", "lossless"), Counters()
+    bare = StreamingLM(HOSTS["gpt_neox-sequential"](), StreamConfig(**SMALL))
+    assert here.prepared.layers._kinds == [0, 0, 2, 2]
+    for length in (7, 12, 3):
+        steps = here.begin(prompt(length), 20, **DEFERRED)
+        assert tokens_of(steps)[:20] == stock_text(bare, prompt(length), 20)
+        counters.extend(steps)
+    assert counters.mean_acceptance_length > 1.5
+
+
+def test_whole_spans_at_once() -> None:
+    """Layers of two windows in one piece of code."""
+    here, counters = twins("gemma3", compile="full"), Counters()
+    for length in (7, 2 * WINDOW, 3):
+        counters.extend(here.begin(prompt(length), 20, **DEFERRED))
+    assert counters.mean_acceptance_length > 1.5

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from forestream.baseline import plain
+from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
 from forestream.cost import Curve, Profile, pass_seconds, plain_seconds
 from forestream.decode import decode
@@ -50,9 +51,13 @@ def profile(
     layers: dict[int, list[float]] = {count: [] for count in rows}
     head: dict[int, list[float]] = {count: [] for count in rows}
     model.layers.fix(rows)
+    # One for each size and all its rounds: memory that was never touched would count as cost.
+    caches = {count: model.new_cache(context + count) for count in rows}
+    for cache in caches.values():
+        cache.advance(context)
     for turn in range(ROUNDS + 1):
         for count in rows:
-            in_layers, in_head = _one_pass(model, count, context)
+            in_layers, in_head = _one_pass(model, count, caches[count])
             if turn:  # the first round warms up
                 layers[count].append(in_layers)
                 head[count].append(in_head)
@@ -74,10 +79,8 @@ def profile(
     return _with_overheads(model, bare, context)
 
 
-def _one_pass(model: StreamingLM, rows: int, context: int) -> tuple[float, float]:
+def _one_pass(model: StreamingLM, rows: int, cache: StreamCache) -> tuple[float, float]:
     """Seconds of all layers and of the head with the choice of tokens, for a chain of `rows` slots."""
-    cache = model.new_cache(context + rows)
-    cache.advance(context)
     pack = Pack.tree(chain(rows))
     ids = torch.zeros(1, rows, dtype=torch.long, device=model.device)
     began = perf_counter()

@@ -17,11 +17,11 @@ import torch
 PACKAGES = ("forestream", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
 
 
-def collect(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+def collect(arguments: Sequence[str] | None = None, program: str = "forestream") -> dict[str, Any]:
     """A JSON-ready record of this process; `arguments` default to the command line's."""
     given = sys.argv[1:] if arguments is None else arguments
     return {
-        "command": " ".join(["forestream", *map(_portable, given)]),
+        "command": " ".join([program, *map(_portable, given)]),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

@@ -26,7 +26,7 @@ CHANGED: list[JsonConfig] = [
         scorer_rank=0,
     ),
     DecodeSettings(
-        tree="full", nodes=5, k=3, streams=2, carriers="deferred", prune_below=0.0, prune_to=4, max_new_tokens=0
+        tree="full", nodes=5, k=3, streams=2, carriers="fused", prune_below=0.0, prune_to=4, max_new_tokens=0
     ),
     LossConfig(main=0.5, stream=0.25, scorer=0.0, chunk=7),
 ]

@@ -337,7 +337,8 @@ class Prophet:
         truth: prompt and its plain continuation.
         rate: probability, place by place, that a stream is made to favour the true token.
         seed: of that choice, which depends on the place in the text alone.
-        push: how far above the stream's best logit the true token is put.
+        push: how far above the stream's best logit the true token is put; a little further with every stream, since
+            paths of equal probability would be told apart by rounding.
     """
 
     inner: Drafter

@@ -134,6 +134,8 @@ class StreamingLM(nn.Module):
             raise ConfigError(f"the model is prepared already, with compile {self.prepared!r}; load it anew")
         one_of("compile", compile, ("off", "layer", "full"))
         self.eval()
+        if self.gate is not None:
+            self.gate.open(1, 1, self.device)  # whatever pass came before, the probes have main slots only
         shared = self.port.shared_inputs if compile != "off" else ()
         if weights.can_pack(self.port.model):
             # the whole model, head included: nothing else in it multiplies

@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str | Callable[[], PreTrainedModel], dict[str, Any]]] 
     "gemma2": ("gemma2", DEFERRED),
     "gemma3_text": ("gemma3", DEFERRED),
     "gpt_neox": ("gpt_neox-parallel", DEFERRED),
-    "gpt2": ("gpt2", PRUNED),
+    "gpt2": ("gpt2", DEFERRED),
 }
 
 

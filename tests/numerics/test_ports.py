@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from forestream.errors import UnsupportedModel
-from forestream.ports import SUPPORTED, Port, check_parity, port_for
+from forestream.ports import SUPPORTED, KVShape, LayerInputs, Port, check_parity, port_for
 from forestream.ports.parity import RecordingCache, causal_masks, drive
 from zoo import FAMILIES, HOSTS, POSITIONS, WINDOW, custom
 
@@ -94,6 +94,39 @@ def test_every_layer_writes_once_per_run(name: str) -> None:
     for _ in range(2):
         drive(port, ids, positions, masks_of(port, 5), cache)
     assert cache.calls == [0, 1, 2, 3] * 2
+
+
+@every_host
+@torch.no_grad()
+def test_what_layers_keep_is_noted(name: str) -> None:
+    """Heads and sizes of keys and values, as a true cache finds them."""
+    port = port_for(HOSTS[name]())
+    ids, positions = text(port, 5)
+    cache = GrowingCache()
+    drive(port, ids, positions, masks_of(port, 5), cache)
+    found = [cache.kept[i] for i in range(port.num_layers)]
+    assert port.kept == tuple(KVShape(k.shape[1], k.shape[3], v.shape[3]) for k, v in found)
+    grouped = getattr(port.config, "num_key_value_heads", None) or port.config.num_attention_heads
+    assert {shape.heads for shape in port.kept} == {grouped}
+
+
+@every_host
+@torch.no_grad()
+def test_another_layer_can_stand_in_for_a_stock_one(name: str) -> None:
+    """It is called as the family's layers are, by whatever names they give their arguments."""
+    port = port_for(HOSTS[name]())
+    ids, positions = text(port, 5)
+    hidden = port.embed(ids, positions)
+    inputs = LayerInputs(masks_of(port, 5)[1], positions, port.rotary(hidden, positions, 1))
+    calls: list[set[str]] = []
+
+    def stand_in(*args: Any, **keywords: Any) -> Any:
+        calls.append(set(keywords))
+        return port.layers[1](*args, **keywords)
+
+    assert torch.equal(port.call(stand_in, hidden, inputs, None), port.run(1, hidden, inputs, None))
+    assert len(calls) == 1
+    assert {"attention_mask", port.cache_keyword} <= calls[0]
 
 
 @every_host

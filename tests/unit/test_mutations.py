@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
+from forestream.attention import GROUPED, grouped_attention
 from forestream.baseline import plain
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
@@ -26,6 +28,7 @@ from oracle import (
     assert_packed_equals_plain,
     best_paths,
     prefilled,
+    slow_tree_logits,
     visible,
 )
 from strategies import paths_of
@@ -176,6 +179,32 @@ def test_values_rotated_the_other_way_are_noticed(monkeypatch: pytest.MonkeyPatc
         packed(rotated)
 
 
+# --- attention ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["heads", "mask", "back"])
+def test_heads_folded_the_wrong_way_are_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query heads of other groups, masks of other queries, or results handed back to other heads."""
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **rest: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        if wrong == "heads":
+            query = query.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+        elif wrong == "mask":
+            mask = mask.repeat_interleave(groups, 2)[:, :, : query.shape[2]]
+        out, _ = grouped_attention(module, query, key, value, mask, *args, **rest)
+        return (out.unflatten(2, (groups, -1)).transpose(2, 3).flatten(2, 3) if wrong == "back" else out), None
+
+    prepared = wrapped("llama")
+    prepared.prepare()
+    packed(prepared)
+    monkeypatch.setitem(AttentionInterface._global_mapping, GROUPED, attention)
+    slow = wrapped("llama")  # attends by the stock function
+    monkeypatch.setattr("oracle.slow_tree_logits", lambda model, *rest: slow_tree_logits(slow, *rest))
+    with pytest.raises(AssertionError, match="logits differ"):
+        packed(prepared)
+
+
 # --- the cache ------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +228,27 @@ def test_every_wrong_path_of_a_commit_is_noticed(model: StreamingLM) -> None:
                 continue
             with pytest.raises(AssertionError, match=r"layer \d differ"):
                 assert_no_trace(after_commit(model, trunk, stream, 3), fresh)
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("wrong", ["source", "layers"])
+def test_a_commit_that_is_off_by_one_is_noticed(
+    model: StreamingLM, wrong: str, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It moves the slots beside the accepted ones, or those of the layers above or below."""
+    right = StreamCache.commit
+
+    def commit(cache: StreamCache, layers: range, path: Sequence[int]) -> None:
+        if wrong == "layers":
+            right(cache, range(max(layers.start + by, 0), min(layers.stop + by, 4)), path)
+        else:
+            # the place of the root is right; what moves behind it comes from one slot further
+            right(cache, layers, [path[0], *(slot + by for slot in path[1:])])
+
+    monkeypatch.setattr(StreamCache, "commit", commit)
+    fresh = prefilled(model, (*TEXT, 5, 6, 8))
+    with pytest.raises(AssertionError, match=r"layer \d differ"):
+        assert_no_trace(after_commit(model, (0, 1, 3), (0, 1, 3), 3), fresh)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4])

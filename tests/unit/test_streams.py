@@ -167,6 +167,31 @@ def test_in_lossless_mode_the_main_states_are_the_bases_own(host: str) -> None:
 
 
 @torch.no_grad()
+def test_a_gate_that_was_never_opened_lets_nothing_through() -> None:
+    model = wrapped("llama", "lossless")
+    assert model.gate is not None
+    assert model.gate.opened is None
+    seen, branches = lora_outputs(model)
+    model.port.model(torch.tensor([[3, 1, 4]]), use_cache=False)
+    assert len(seen) == branches > 0
+    assert not any(output.any() for output in seen)
+
+
+@pytest.mark.parametrize(("mains", "slots"), [(2, 5), (0, 3), (4, 4), (1, 2)])
+def test_a_gate_is_open_to_the_slots_behind_the_mains(mains: int, slots: int) -> None:
+    """And to none, and the branches not even computed, where there are no others."""
+    model = wrapped("llama", "lossless")
+    assert model.gate is not None
+    for _ in range(2):
+        model.gate.open(mains, slots, torch.device("cpu"))
+        opened = model.gate.opened
+        assert (opened is None) == (mains == slots)
+        assert opened is None or opened.tolist() == [[slot >= mains] for slot in range(slots)]
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        assert all(layer.disable_adapters == (opened is None) for layer in layers)
+
+
+@torch.no_grad()
 def test_the_order_of_gating_is_the_passes_own() -> None:
     """A pass with streams, one without, and again: each is gated by its own slots."""
     model = wrapped("llama", "lossless")

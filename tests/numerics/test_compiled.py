@@ -12,13 +12,16 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import PreTrainedModel
 
-from forestream.config import StreamConfig
+from forestream.config import DecodeSettings, StreamConfig
+from forestream.decode import decode
+from forestream.drafting import BudgetTree
 from forestream.model import StreamingLM
 from forestream.ports import SUPPORTED
 from forestream.steps import Counters, tokens_of
+from oracle import Prophet, near_tie, plain_logits
 from subject import stock_text
-from twins import twins
-from wrapped import SMALL, STREAMS, prompt
+from twins import twins, written
+from wrapped import SMALL, STREAMS, prompt, wrapped
 from zoo import HOSTS, WINDOW, custom
 
 
@@ -85,9 +88,9 @@ def test_every_family_layer_by_layer(family: str) -> None:
 
 def test_a_lossless_adapter() -> None:
     """Random, so that a gate that is open or shut at the wrong time shows; the text is the bare base's."""
-    here, counters = twins("gpt_neox-sequential", "lossless"), Counters()
+    here, counters = twins("gpt_neox-sequential", "lossless", stream_layers=4), Counters()
     bare = StreamingLM(HOSTS["gpt_neox-sequential"](), StreamConfig(**SMALL))
-    assert here.prepared.layers._kinds == [0, 0, 2, 2]
+    assert here.prepared.layers._kinds == [0] * 4, "test_traced.py has hosts with and without adapters below"
     for length in (7, 12, 3):
         steps = here.begin(prompt(length), 20, **DEFERRED)
         assert tokens_of(steps)[:20] == stock_text(bare, prompt(length), 20)
@@ -101,3 +104,18 @@ def test_whole_spans_at_once() -> None:
     for length in (7, 2 * WINDOW, 3):
         counters.extend(here.begin(prompt(length), 20, **DEFERRED))
     assert counters.mean_acceptance_length > 1.5
+
+
+def test_in_half_precision_every_token_is_nearly_plain_decodings_choice() -> None:
+    """NT in bfloat16 against the model as it was loaded: four units in the last place of the largest logit."""
+    dtype, start, steps = torch.bfloat16, prompt(6), []
+    eager, model = (wrapped(HOSTS["llama"]().to(dtype)).to(dtype) for _ in range(2))
+    model.prepare("layer")
+    drafter = Prophet(BudgetTree(STREAMS), start + written(eager, start, 40), 0.8)
+    for step in decode(model, start, DecodeSettings(max_new_tokens=60, **DEFERRED), drafter=drafter):
+        steps.append(step)
+        if len(text := tokens_of(steps)) >= 40:
+            break
+    largest = float(plain_logits(eager, start, text).abs().max())
+    near_tie(eager, start, text, margin=4 * torch.finfo(dtype).eps * largest)
+    assert sum(step.accepted for step in steps) > 5

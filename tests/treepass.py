@@ -34,5 +34,6 @@ def tree_pass(
     """Logits of main [N,V] and of streams [G,C,V] of a packed pass behind `text`, and the nodes that survived."""
     cache = prefilled(model, text, spare=len(topology) * (1 + streams))
     pack = Pack.tree(topology, carriers, streams)
-    output = model(torch.tensor([list(tokens)]), pack, cache, prune, topology)
-    return model.logits(output.main[0]), model.logits(output.streams[0]), output.kept
+    rows = None if prune is None else lambda trunk: (prune(trunk),)
+    output = model(torch.tensor([list(tokens)]), pack, cache, rows, [topology])
+    return model.logits(output.main[0]), model.logits(output.streams[0]), output.kept[0]

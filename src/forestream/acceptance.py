@@ -171,7 +171,7 @@ def simulate(trace: Trace, drafter: RankDrafter, streams: int) -> Simulated:
         ids, log_probs = trace.ids[root, :depth, : drafter.width], trace.log_probs[root, :depth, : drafter.width]
         tree = drafter.grow(trace.tokens[root], ids.tolist(), log_probs.tolist())
         # What the main stream says is known on the path of the text, and no other path is followed.
-        path = verify(tree, [text[written + steps] for steps in tree.topology.depths]).path
+        path = verify(tree, [text[written + steps] for steps in tree.topology.depths].__getitem__).path
         nodes.append(len(tree.tokens))
         accepted.append(len(path) - 1)
         written = min(written + len(path), length)

@@ -1,6 +1,7 @@
 """Plain decoding, one token a pass: the oracle that speculation must equal and the denominator of every speedup.
 
-It shares the cache, the choice of token and the Step type with the speculative loop, and nothing of its logic.
+It shares the cache, the way a text begins, the choice of token and the Step type with the speculative loop, and nothing
+of its logic.
 """
 
 from __future__ import annotations
@@ -10,43 +11,52 @@ from time import perf_counter
 
 import torch
 
-from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
-from forestream.decode import ROOT_ALONE, finish_reason, prompt_pass, token_limit
 from forestream.drafting import DraftTree
+from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
-from forestream.sampling import greedy
+from forestream.prefill import ROOT_ALONE, begin
+from forestream.requests import Request
 from forestream.steps import Step
 
 
 def plain(
-    model: StreamingLM, prompt: Sequence[int], settings: DecodeSettings, eos: Sequence[int] = ()
+    model: StreamingLM,
+    prompt: Sequence[int] | Request,
+    settings: DecodeSettings,
+    eos: Sequence[int] = (),
+    memory: Memory | None = None,
 ) -> Iterator[Step]:
-    """Write greedily after `prompt`, one token a pass. Arguments and errors as in `decode`."""
-    limit = token_limit(model, prompt, settings)
-    if limit == 0:
+    """Write after `prompt`, one token a pass. Arguments and errors as in `decode`."""
+    for steps in plain_batch(model, [Request.of(prompt, eos)], settings, memory):
+        yield steps[0][1]
+
+
+def plain_batch(
+    model: StreamingLM, requests: Sequence[Request], settings: DecodeSettings, memory: Memory | None = None
+) -> Iterator[list[tuple[int, Step]]]:
+    """Write several texts together, one token each a pass. Arguments, errors and what is yielded as in `decode_batch`."""
+    begun = begin(model, requests, settings, 0, 1, memory)
+    if begun is None:
         return
-    cache = model.new_cache(len(prompt) + limit + 1)
-    began = perf_counter()
-    token, _ = prompt_pass(model, prompt, 0, cache)
-    step = Step((token,), 0, perf_counter() - began, finish=finish_reason((token,), 1, limit, eos))
-    written = 1
-    while True:
-        yield step
-        if step.finish:
-            return
+    rows, numbers, cache = begun.rows, begun.numbers, begun.cache
+    yield list(zip(numbers, begun.steps, strict=True))
+    while going := [place for place, row in enumerate(rows) if row.finish is None]:
+        if len(going) < len(rows):
+            cache.keep(going)
+            rows, numbers = [rows[i] for i in going], [numbers[i] for i in going]
         began = perf_counter()
-        root = DraftTree(ROOT_ALONE, (token,))
-        token = _next_token(model, token, cache)
-        written += 1
-        finish = finish_reason((token,), written, limit, eos)
-        step = Step((token,), 0, perf_counter() - began, root, (0,), (0,), finish)
-
-
-@torch.inference_mode()
-def _next_token(model: StreamingLM, token: int, cache: StreamCache) -> int:
-    ids = torch.tensor([[token]], device=model.device)
-    output = model(ids, Pack.tree(ROOT_ALONE), cache)
-    cache.advance(1)
-    return greedy(model.logits(output.main[0]))[0]
+        roots = [DraftTree(ROOT_ALONE, (row.text[-1],)) for row in rows]
+        with torch.inference_mode():
+            ids = torch.tensor([[row.text[-1]] for row in rows], device=model.device)
+            output = model(ids, Pack.forest([ROOT_ALONE] * len(rows), [()] * len(rows)), cache)
+            logits = model.logits(output.main)
+            for place in range(len(rows)):
+                cache.advance(1, place)
+            read = [row.read(root, own) for row, root, own in zip(rows, roots, logits, strict=True)]
+        seconds = (perf_counter() - began) / len(rows)
+        yield [
+            (number, Step((row.text[-1],), 0, seconds, root, (0,), (0,), row.finish, scores))
+            for number, row, root, (_, scores) in zip(numbers, rows, roots, read, strict=True)
+        ]

@@ -45,6 +45,11 @@ class _Stack:
         return slice(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
+def _room(layers: int, *size: int, dtype: torch.dtype, device: torch.device | str) -> Float[Tensor, "L *size"]:
+    """An empty store. The first place of its memory stays empty: compiled code makes a store that begins it a case apart."""
+    return torch.zeros(1 + layers, *size, dtype=dtype, device=device)[1:]
+
+
 class StreamCache:
     """Committed region and scratch region of every layer.
 
@@ -54,7 +59,7 @@ class StreamCache:
         rows: B.
 
     Attributes:
-        committed: P, tokens committed in every layer.
+        lengths: tokens committed, per row.
         value_map: applied to the values of the pass before they are stored (value rotation), or None.
     """
 
@@ -67,22 +72,39 @@ class StreamCache:
         rows: int = 1,
     ) -> None:
         self.capacity = capacity
-        self.committed = 0
+        self.lengths = [0] * rows
         self.value_map: ValueMap | None = None
         self.shapes = tuple(shapes)
         self._written = [0] * len(shapes)
-        self._stacks: list[_Stack] = []
-        stores: dict[int, tuple[Tensor, Tensor]] = {}
+        stacks = []
         for shape in dict.fromkeys(shapes):
             layers = tuple(i for i, kept in enumerate(shapes) if kept == shape)
-            # The first place stays empty: compiled code takes a store that begins its memory for a special case.
+            size = (len(layers), rows, shape.heads, capacity)
             keys, values = (
-                torch.zeros(1 + len(layers), rows, shape.heads, capacity, size, dtype=dtype, device=device)[1:]
-                for size in (shape.key_size, shape.value_size)
+                _room(*size, width, dtype=dtype, device=device)
+                for width in (shape.key_size, shape.value_size)
             )
-            self._stacks.append(_Stack(layers, keys, values))
-            stores.update(zip(layers, zip(keys, values, strict=True), strict=True))
-        self._stores = [stores[layer] for layer in range(len(shapes))]
+            stacks.append(_Stack(layers, keys, values))
+        self._take(stacks)
+
+    def _take(self, stacks: Sequence[_Stack]) -> None:
+        self._stacks = tuple(stacks)
+        stores = {
+            layer: (stack.keys[place], stack.values[place])
+            for stack in stacks
+            for place, layer in enumerate(stack.layers)
+        }
+        self._stores = [stores[layer] for layer in range(len(self.shapes))]
+
+    @property
+    def committed(self) -> int:
+        """P, tokens committed in the longest row."""
+        return max(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.lengths)
 
     def begin(self, layers: range) -> None:
         """Open a pass through `layers`; whatever an earlier, uncommitted pass wrote there is dropped."""
@@ -111,20 +133,28 @@ class StreamCache:
     ) -> tuple[Float[Tensor, "B h K d"], Float[Tensor, "B h K e"]]:
         """Called by the host's attention: store the pass behind the committed text, return both together.
 
+        K reaches to the end of the longest row's pass; in a shorter row, what lies behind its own pass is stale.
+
         Raises:
             CacheError: the pass does not fit behind the committed text.
         """
-        end = self._end(keys.shape[2])
+        slots = keys.shape[2]
+        end = self._end(slots)
         if self.value_map is not None:
             values = self.value_map(values)
         stored_keys, stored_values = self._stores[layer]
-        stored_keys[:, :, self.committed : end] = keys
-        stored_values[:, :, self.committed : end] = values
-        self._written[layer] = keys.shape[2]
+        if len(set(self.lengths)) == 1:
+            stored_keys[:, :, end - slots : end] = keys
+            stored_values[:, :, end - slots : end] = values
+        else:
+            for row, start in enumerate(self.lengths):
+                stored_keys[row, :, start : start + slots] = keys[row]
+                stored_values[row, :, start : start + slots] = values[row]
+        self._written[layer] = slots
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
     def scratch(self, slots: int) -> Int[Tensor, " Q"]:
-        """Places of the slots of a pass behind the committed text.
+        """Places of the slots of a pass behind the committed text, in a cache of one row.
 
         Raises:
             CacheError: the pass does not fit behind the committed text.
@@ -147,13 +177,13 @@ class StreamCache:
                 raise CacheError(f"layer {layer} wrote {self._written[layer]} slots; the pass has {slots}")
 
     @torch.no_grad()
-    def commit(self, layers: range, path: Sequence[int]) -> None:
-        """Keep the slots in `path` (increasing) of the pass just written by `layers`, in that order.
+    def commit(self, layers: range, path: Sequence[int], row: int = 0) -> None:
+        """Keep the slots in `path` (increasing) of the pass just written by `layers` in `row`, in that order.
 
         `advance` follows once every layer has committed: trunk and stream layers have indices of their own when
         branches were pruned in between.
         """
-        start = self.committed
+        start = self.lengths[row]
         # A path that starts 0, 1, ... is in place already; only what lies behind that prefix moves.
         still = next((i for i, slot in enumerate(path) if i != slot), len(path))
         if still == len(path):
@@ -166,23 +196,69 @@ class StreamCache:
         for stack in self._stacks:
             part = stack.part(layers)
             for store in (stack.keys[part], stack.values[part]):
-                store[:, :, :, target] = store[:, :, :, source]
+                store[:, row, :, target] = store[:, row, :, source]
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` more as committed."""
-        self.committed += tokens
+    def advance(self, tokens: int, row: int = 0) -> None:
+        """Count `tokens` more of `row` as committed."""
+        self.lengths[row] += tokens
 
-    def rewind(self, committed: int) -> None:
-        """Forget everything behind the first `committed` tokens.
+    def rewind(self, committed: int, row: int = 0) -> None:
+        """Forget everything behind the first `committed` tokens of `row`.
 
         Raises:
             CacheError: fewer tokens than that are committed.
         """
-        if not 0 <= committed <= self.committed:
-            raise CacheError(f"cannot rewind to {committed} tokens; {self.committed} are committed")
-        self.committed = committed
+        if not 0 <= committed <= self.lengths[row]:
+            raise CacheError(f"cannot rewind to {committed} tokens; {self.lengths[row]} are committed")
+        self.lengths[row] = committed
+
+    def row(self, row: int) -> StreamCache:
+        """The cache of one row alone, on the same memory; its length is this one's only after `advance` or `rewind`."""
+        alone = object.__new__(StreamCache)
+        alone.__dict__.update(self.__dict__)
+        alone.lengths = [self.lengths[row]]
+        alone._written = [0] * len(self.shapes)
+        alone._take(
+            [
+                _Stack(stack.layers, stack.keys[:, row : row + 1], stack.values[:, row : row + 1])
+                for stack in self._stacks
+            ]
+        )
+        return alone
+
+    @torch.no_grad()
+    def copy_row(self, source: int, target: int) -> None:
+        """Make row `target` what row `source` is."""
+        length = self.lengths[source]
+        for stack in self._stacks:
+            for store in (stack.keys, stack.values):
+                store[:, target, :, :length] = store[:, source, :, :length]
+        self.lengths[target] = length
+
+    @torch.no_grad()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Let go of all rows but `rows`, which are then numbered in this order."""
+        stacks = []
+        for stack in self._stacks:
+            kept = []
+            for store in (stack.keys, stack.values):
+                size = (len(store), len(rows), *store.shape[2:])
+                kept.append(_room(*size, dtype=store.dtype, device=store.device))
+                torch.index_select(store, 1, torch.tensor(rows, device=store.device), out=kept[-1])
+            stacks.append(_Stack(stack.layers, *kept))
+        self._take(stacks)
+        self.lengths = [self.lengths[row] for row in rows]
+
+    @torch.no_grad()
+    def adopt(self, other: StreamCache) -> None:
+        """Take over what is committed in `other`, a cache of the same model and number of rows."""
+        length = other.committed
+        for own, theirs in zip(self._stacks, other._stacks, strict=True):
+            own.keys[:, :, :, :length] = theirs.keys[:, :, :, :length]
+            own.values[:, :, :, :length] = theirs.values[:, :, :, :length]
+        self.lengths = list(other.lengths)
 
     def content(self, layer: int) -> tuple[Float[Tensor, "B h P d"], Float[Tensor, "B h P e"]]:
-        """Committed keys and values of one layer."""
+        """Committed keys and values of one layer, of a cache whose rows are of one length."""
         keys, values = self._stores[layer]
         return keys[:, :, : self.committed], values[:, :, : self.committed]

@@ -70,7 +70,7 @@ class _Scratch:
 
 
 class CompiledLayers(EagerLayers):
-    """Runs layers through compiled code, wherever a pass writes to a cache that stores values as they come.
+    """Runs layers through compiled code, wherever a pass writes to a cache of one row that stores values as they come.
 
     The host must not be changed afterwards: the code assumes that its modules and weights stay what they are.
 
@@ -111,7 +111,7 @@ class CompiledLayers(EagerLayers):
         cache: StreamCache | PassCache | None,
     ) -> Float[Tensor, "B Q D"]:
         keys = inputs[layers[0]].mask.shape[3] if layers else 0
-        if not isinstance(cache, StreamCache) or cache.value_map is not None or keys < 2:
+        if not isinstance(cache, StreamCache) or cache.rows > 1 or cache.value_map is not None or keys < 2:
             return super().__call__(layers, states, inputs, cache)
         slots = states.shape[1]
         fixed = slots in self._fixed

@@ -2,13 +2,14 @@
 
 `StreamConfig` describes what was trained and is stored with the weights. `DecodeSettings` describes how a trained
 model is run and can be changed freely: in float32 the shape of the draft trees never changes the text.
+`SamplingSettings` describe the law that the text is drawn from.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from forestream.errors import ConfigError
 
@@ -161,6 +162,7 @@ class DecodeSettings(JsonConfig):
         prune_to: keep the best so many nodes by product of edge scores, and always the chain of first choices; None
             keeps all.
         max_new_tokens: cap on generated tokens.
+        prompt_chunk: most tokens of a prompt in one pass.
     """
 
     tree: Literal["budget", "full", "static"] = "budget"
@@ -172,6 +174,7 @@ class DecodeSettings(JsonConfig):
     prune_below: float = 0.0
     prune_to: int | None = None
     max_new_tokens: int = 128
+    prompt_chunk: int = 512
 
     def __post_init__(self) -> None:
         one_of("tree", self.tree, ("budget", "full", "static"))
@@ -191,3 +194,91 @@ class DecodeSettings(JsonConfig):
             if self.prune_below > 0:
                 raise ConfigError("prune_below and prune_to are two pruning rules; set one of them")
         whole("max_new_tokens", self.max_new_tokens, 0)
+        whole("prompt_chunk", self.prompt_chunk, 1)
+
+
+Acceptance = Literal["exact", "typical", "top_k", "ratio"]
+
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures under this are greedy decoding."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(JsonConfig):
+    """The law that the text's tokens are drawn from, with the meaning these names have in `transformers`.
+
+    Attributes:
+        temperature: 0 (or anything below 1e-5) is greedy; else logits are divided by it.
+        top_k: only the k most probable tokens; 0 keeps all.
+        top_p: only the smallest set of tokens whose probabilities sum to this; 1 keeps all.
+        min_p: only tokens at least this share as probable as the most probable one; 0 keeps all.
+        repetition_penalty: divides (or multiplies, below 0) the logits of tokens in the prompt or the text; 1 is none.
+        presence_penalty: taken from the logits of tokens that the text written so far holds.
+        frequency_penalty: taken from the logits of such tokens once for each time they were written.
+        bad_words: token sequences that are never completed.
+        logit_bias: pairs (token sequence, number added to the logit of its last token behind the rest of it).
+        min_new_tokens: no end of text before so many tokens.
+        seed: draws are keyed by it, by the row and by the place in the text: the same with speculation and without.
+        mirror: let penalties, biases and bad words act on drafts too; changes what is accepted, not the text.
+        accept: "exact" writes what plain decoding writes. The others are lossy: a draft is also taken where it is
+            merely probable enough: "typical" above min(threshold, sqrt(threshold) * exp(-entropy)), "top_k" among the
+            `threshold` most probable tokens, "ratio" at least `threshold` times as probable as the best token.
+        threshold: of the lossy rules.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    min_new_tokens: int = 0
+    seed: int = 0
+    mirror: bool = False
+    accept: Acceptance = "exact"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        in_range("temperature", self.temperature, 0.0)
+        whole("top_k", self.top_k, 0)
+        in_range("top_p", self.top_p, 0.0, 1.0)
+        in_range("min_p", self.min_p, 0.0, 1.0)
+        in_range("repetition_penalty", self.repetition_penalty, 0.0)
+        for name, least in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
+            if least == 0:
+                raise ConfigError(f"{name} is 0; expected more than 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            in_range(name, getattr(self, name), -1e4, 1e4)
+        whole("min_new_tokens", self.min_new_tokens, 0)
+        whole("seed", self.seed, 0, 2**64 - 1)
+        if not isinstance(self.mirror, bool):
+            raise ConfigError(f"mirror is {self.mirror!r}; expected true or false")
+        words = tuple(tuple(word) for word in self.bad_words)
+        bias = tuple((tuple(word), float(number)) for word, number in self.logit_bias)
+        object.__setattr__(self, "bad_words", words)  # JSON knows lists only
+        object.__setattr__(self, "logit_bias", bias)
+        for name, sequences in (("bad_words", words), ("logit_bias", tuple(word for word, _ in bias))):
+            for word in sequences:
+                if not word or not all(isinstance(token, int) and token >= 0 for token in word):
+                    raise ConfigError(f"{name} holds {word!r}; expected sequences of token ids, none of them empty")
+        one_of("accept", self.accept, ("exact", "typical", "top_k", "ratio"))
+        if self.lossy != (self.threshold is not None):
+            wanted = "a threshold" if self.lossy else "none: it belongs to the lossy rules"
+            raise ConfigError(f"accept is {self.accept!r} with threshold {self.threshold}; expected {wanted}")
+        if self.accept == "top_k":
+            whole("threshold", self.threshold, 1)
+        elif self.threshold is not None:
+            in_range("threshold", self.threshold, 0.0, 1.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken instead of a drawn one."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may differ from plain decoding's."""
+        return self.accept != "exact"

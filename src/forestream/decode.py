@@ -1,10 +1,9 @@
-"""The decoding loop: draft, check, commit, and draft again from the accepted node."""
+"""The decoding loop: draft, check, commit, and draft again from the accepted node. For one text, or several together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -14,17 +13,17 @@ from torch import Tensor
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
 from forestream.drafting import Drafter, DraftTree, drafter_for, largest_tree
-from forestream.errors import ConfigError, PromptError
+from forestream.errors import ConfigError
+from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.prefill import begin
 from forestream.pruning import Keep, edge_scores, keep_rule
-from forestream.sampling import greedy
-from forestream.steps import Finish, Step
-from forestream.topology import Topology
-from forestream.verify import Verdict, verify
-
-ROOT_ALONE = Topology((-1,))
-"""The tree of plain decoding: one node, no drafts."""
+from forestream.requests import Request
+from forestream.rows import Row
+from forestream.schedule import Schedule
+from forestream.steps import Step, TokenScore
+from forestream.verify import Verdict
 
 LARGEST_TREE = 4096
 """Nodes of the largest tree that is decoded."""
@@ -32,122 +31,205 @@ LARGEST_TREE = 4096
 
 def decode(
     model: StreamingLM,
-    prompt: Sequence[int],
-    settings: DecodeSettings,
+    prompt: Sequence[int] | Request,
+    settings: DecodeSettings | Schedule,
     eos: Sequence[int] = (),
     drafter: Drafter | None = None,
+    memory: Memory | None = None,
 ) -> Iterator[Step]:
-    """Write greedily after `prompt`, several tokens a pass; in float32 the tokens are those of plain decoding.
+    """Write after `prompt`, several tokens a pass; in float32 the tokens are those of plain decoding.
 
     The first step is the prompt pass. Closing the iterator early leaves nothing behind.
 
     Args:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one, to go on from greedily; or a request that says more.
         settings: shape of the draft trees, and the cap on tokens.
         eos: ids that end the text; they are yielded.
         drafter: replaces the one that `settings` name; its trees must not be larger than theirs.
+        memory: what is known from earlier texts, and will be of this one.
 
     Raises:
         PromptError: the prompt is empty or leaves no room before the context limit.
         ConfigError: more streams than were trained, too large a tree, or pruning without a scorer.
     """
-    streams = streams_in_use(model, settings)
-    limit = token_limit(model, prompt, settings)
-    keep = keep_rule(settings)
-    if keep is not None and streams and model.scorer is None:
-        raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
-    if limit == 0:
+    for steps in decode_batch(model, [Request.of(prompt, eos)], settings, drafter, memory):
+        yield steps[0][1]
+
+
+def decode_batch(
+    model: StreamingLM,
+    requests: Sequence[Request],
+    settings: DecodeSettings | Schedule,
+    drafter: Drafter | None = None,
+    memory: Memory | None = None,
+) -> Iterator[list[tuple[int, Step]]]:
+    """Write several texts together: each has its own tree, verdict and end, and is what it would be alone.
+
+    Yields, pass by pass, pairs (number of the request, its step). Texts that have ended leave the work. Arguments and
+    errors as in `decode`; a schedule gives the settings by the number of texts under way.
+    """
+    schedule = Schedule.of(settings)
+    plans = {least: Plan.of(model, one, drafter) for least, one in schedule.steps}
+    for plan in plans.values():
+        model.layers.fix(usual_passes(plan.settings, plan.streams))
+    first = plans[schedule.steps[0][0]].settings
+    most = max(plan.streams for plan in plans.values())
+    slots = max(plan.slots for plan in plans.values())
+    begun = begin(model, requests, first, most, slots, memory)
+    if begun is None:
         return
-    draft = drafter or drafter_for(settings)
-    slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
-    model.layers.fix(usual_passes(settings, streams))
-    cache = model.new_cache(len(prompt) + limit + max(slots, streams + 1))
-    text = list(prompt)
-    began = perf_counter()
-    token, logits = prompt_pass(model, prompt, streams, cache)
-    step = Step((token,), 0, perf_counter() - began, finish=finish_reason((token,), 1, limit, eos))
-    written = 1
-    while True:
-        yield step
-        if step.finish:
-            return
-        text += step.tokens
+    rows, numbers, cache, drafts = begun.rows, begun.numbers, begun.cache, begun.streams
+    yield list(zip(numbers, begun.steps, strict=True))
+    if going := _going(rows, cache):
+        rows, numbers, drafts = ([of[i] for i in going] for of in (rows, numbers, drafts))
+    while going:
         began = perf_counter()
-        # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
-        depth = min(streams, limit - written - 1)
-        tree = draft(text, logits[:depth])
-        checked = check(model, tree, cache, streams if depth else 0, settings, keep)
-        tokens = tuple(checked.tree.tokens[node] for node in checked.verdict.path[1:])
-        tokens = until_end((*tokens, checked.verdict.next_token), eos)
-        written += len(tokens)
-        finish = finish_reason(tokens, written, limit, eos)
-        if streams and limit - written > 1:
-            logits = stream_logits(model, checked, streams, cache)
-        # The end of the text may be a draft: what was verified behind it is not written.
-        accepted = min(len(tokens), len(checked.verdict.path) - 1)
-        path = tuple(checked.kept[node] for node in checked.verdict.path[: accepted + 1])
-        step = Step(tokens, accepted, perf_counter() - began, tree, checked.kept, path, finish)
+        plan = plans[schedule.least(len(rows))]
+        offered = [_draft(plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
+        streams = plan.streams if any(row.left > 1 for row in rows) else 0
+        checked = check(model, offered, cache, streams, plan.settings, plan.keep)
+        with torch.inference_mode():
+            read = [row.read(*one) for row, *one in zip(rows, checked.trees, checked.logits, strict=True)]
+        verdicts = [verdict for verdict, _ in read]
+        commit(model, checked, verdicts, cache)
+        going = _going(rows, cache)
+        if any(rows[i].left > 1 for i in going):
+            wanted = plans[schedule.least(len(going))].streams
+            places = [(i, verdicts[i].path[-1]) for i in going]
+            drafts = list(stream_logits(model, checked, places, wanted, cache))
+        else:
+            drafts = [logits[:0] for logits in drafts[: len(going)]]
+        seconds = (perf_counter() - began) / len(rows)
+        yield [
+            (number, _step(tree, kept, verdict, seconds, row, scores))
+            for number, tree, kept, row, (verdict, scores) in zip(
+                numbers, offered, checked.kept, rows, read, strict=True
+            )
+        ]
+        rows, numbers = [rows[i] for i in going], [numbers[i] for i in going]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings with what follows from them for a model: G, the pruning rule, the drafter, and slots of a pass at most."""
+
+    settings: DecodeSettings
+    streams: int
+    keep: Keep | None
+    draft: Drafter
+    slots: int
+
+    @staticmethod
+    def of(model: StreamingLM, settings: DecodeSettings, drafter: Drafter | None = None) -> Plan:
+        """The plan of `settings`.
+
+        Raises:
+            ConfigError: more streams than were trained, too large a tree, or pruning without a scorer.
+        """
+        streams, keep = streams_in_use(model, settings), keep_rule(settings)
+        if keep is not None and streams and model.scorer is None:
+            raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
+        slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
+        return Plan(settings, streams, keep, drafter or drafter_for(settings), max(slots, streams + 1))
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A tree after its pass: what survived pruning, the verdict, and the states that streams start from or reached."""
+    """Trees after their pass.
 
-    tree: DraftTree
-    kept: tuple[int, ...]
-    verdict: Verdict
-    trunk: Float[Tensor, "1 N D"]
-    streams: Float[Tensor, "1 G C D"]
+    Attributes:
+        trees: what survived pruning, per row.
+        kept: numbers of these nodes in the tree that was offered, per row.
+        logits: the main stream's at every node; rows of smaller trees are filled up with what nobody needs.
+        trunk: states at the entry of the stream layers.
+        streams: final states of the streams of every node, or none where streams are deferred.
+    """
 
-
-@torch.inference_mode()
-def prompt_pass(
-    model: StreamingLM, prompt: Sequence[int], streams: int, cache: StreamCache
-) -> tuple[int, Float[Tensor, "G V"]]:
-    """Commit the prompt; return the first token and the logits of the streams of the prompt's last token."""
-    ids = torch.tensor([list(prompt)], device=model.device)
-    carriers = torch.tensor([[len(prompt) - 1]])
-    output = model(ids, Pack.text(len(prompt), carriers, streams), cache)
-    cache.advance(len(prompt))
-    token = greedy(model.logits(output.main[:, -1]))[0]
-    return token, model.logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+    trees: tuple[DraftTree, ...]
+    kept: tuple[tuple[int, ...], ...]
+    logits: Float[Tensor, "B N V"]
+    trunk: Float[Tensor, "B N D"]
+    streams: Float[Tensor, "B G C D"]
 
 
 @torch.inference_mode()
 def check(
     model: StreamingLM,
-    tree: DraftTree,
+    trees: Sequence[DraftTree],
     cache: StreamCache,
     streams: int,
     settings: DecodeSettings,
     keep: Keep | None,
 ) -> Checked:
-    """One pass over a draft tree; the verified path is committed."""
-    size = len(tree.topology)
-    carriers = range(size) if settings.carriers == "fused" and streams else ()
-    prune = partial(_survivors, model, tree, keep) if keep is not None and size > 1 else None
-    ids = torch.tensor([tree.tokens], device=model.device)
-    output = model(ids, Pack.tree(tree.topology, carriers, streams), cache, prune, tree.topology)
-    pruned = tree.subset(output.kept)
-    verdict = verify(pruned, greedy(model.logits(output.main[0])))
-    cache.commit(model.trunk_layers, [output.kept[node] for node in verdict.path])
-    cache.commit(model.stream_layers, verdict.path)
-    cache.advance(len(verdict.path))
-    return Checked(pruned, output.kept, verdict, output.trunk, output.streams)
+    """One pass over a draft tree per row; nothing is committed yet."""
+    topologies = [tree.topology for tree in trees]
+    fused = settings.carriers == "fused" and streams > 0
+    size = max(map(len, topologies))
+    pack = Pack.forest(topologies, [range(len(one)) if fused else () for one in topologies], streams)
+    ids = torch.tensor([[*tree.tokens, *[0] * (size - len(tree.tokens))] for tree in trees], device=model.device)
 
+    def survivors(trunk: Float[Tensor, "B N D"]) -> tuple[tuple[int, ...], ...]:
+        assert keep is not None
+        scores = model.exit_logits(trunk)
+        return tuple(
+            keep(tree.topology, edge_scores(tree.topology, tree.tokens, own))
+            for tree, own in zip(trees, scores, strict=True)
+        )
 
-def _survivors(model: StreamingLM, tree: DraftTree, keep: Keep, trunk: Tensor) -> tuple[int, ...]:
-    edges = edge_scores(tree.topology, tree.tokens, model.exit_logits(trunk[0]))
-    return keep(tree.topology, edges)
+    output = model(ids, pack, cache, survivors if keep is not None and size > 1 else None, topologies)
+    left = tuple(tree.subset(kept) for tree, kept in zip(trees, output.kept, strict=True))
+    return Checked(left, output.kept, model.logits(output.main), output.trunk, output.streams)
 
 
 @torch.inference_mode()
-def stream_logits(model: StreamingLM, checked: Checked, streams: int, cache: StreamCache) -> Float[Tensor, "G V"]:
-    """Logits of the accepted node's streams: picked out of the pass (fused) or computed behind it (deferred)."""
-    last = checked.verdict.path[-1]
-    if checked.streams.shape[1]:
-        return model.logits(checked.streams[0, :, last])
-    return model.logits(model.streams_behind(checked.trunk[:, last : last + 1], streams, cache)[0])
+def commit(model: StreamingLM, checked: Checked, verdicts: Sequence[Verdict], cache: StreamCache) -> None:
+    """Keep the verified paths in the cache: all of a text but its last token."""
+    for row, (kept, verdict) in enumerate(zip(checked.kept, verdicts, strict=True)):
+        path = verdict.path if verdict.next_token is not None else verdict.path[:-1]
+        cache.commit(model.trunk_layers, [kept[node] for node in path], row)
+        cache.commit(model.stream_layers, path, row)
+        cache.advance(len(path), row)
+
+
+@torch.inference_mode()
+def stream_logits(
+    model: StreamingLM, checked: Checked, places: Sequence[tuple[int, int]], streams: int, cache: StreamCache
+) -> Float[Tensor, "B G V"]:
+    """Logits of the accepted nodes' streams: picked out of the pass (fused) or computed behind it (deferred).
+
+    Args:
+        places: row of the pass and node of its surviving tree, for every row of `cache`.
+    """
+    if not streams:
+        return checked.logits[: len(places), :0]
+    rows, nodes = map(list, zip(*places, strict=True))
+    if checked.streams.shape[1] >= streams:
+        return model.logits(checked.streams[rows, :, nodes][:, :streams])
+    return model.logits(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
+
+
+def _draft(plan: Plan, row: Row, logits: Float[Tensor, "G V"]) -> DraftTree:
+    # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
+    depth = min(plan.streams, row.left - 1)
+    return row.legal(plan.draft(row.text, row.mirrored(logits[:depth])))
+
+
+def _going(rows: Sequence[Row], cache: StreamCache) -> list[int]:
+    """Places of the rows that go on; the cache lets go of the others."""
+    going = [place for place, row in enumerate(rows) if row.finish is None]
+    if 0 < len(going) < len(rows):
+        cache.keep(going)
+    return going
+
+
+def _step(
+    tree: DraftTree, kept: tuple[int, ...], verdict: Verdict, seconds: float, row: Row, scores: tuple[TokenScore, ...]
+) -> Step:
+    path = tuple(kept[node] for node in verdict.path)
+    tokens = tuple(tree.tokens[node] for node in path[1:])
+    if verdict.next_token is not None:
+        tokens = (*tokens, verdict.next_token)
+    return Step(tokens, len(path) - 1, seconds, tree, kept, path, row.finish, scores)
 
 
 def streams_in_use(model: StreamingLM, settings: DecodeSettings) -> int:
@@ -186,34 +268,3 @@ def usual_passes(settings: DecodeSettings, streams: int) -> set[int]:
     if settings.carriers == "fused":
         return {nodes, kept * (1 + streams)}
     return {nodes, kept, streams} - {0}
-
-
-def token_limit(model: StreamingLM, prompt: Sequence[int], settings: DecodeSettings) -> int:
-    """How many tokens may be written: the caller's cap, or what is left before the context limit.
-
-    Raises:
-        PromptError: the prompt is empty or leaves no room.
-    """
-    if not prompt:
-        raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
-    end = model.port.room(len(prompt))
-    if end <= len(prompt):
-        raise PromptError(
-            f"the prompt has {len(prompt)} tokens and the model's context ends at {end}; shorten the prompt"
-        )
-    return min(settings.max_new_tokens, end - len(prompt))
-
-
-def until_end(tokens: tuple[int, ...], eos: Sequence[int]) -> tuple[int, ...]:
-    """`tokens` up to and including the first that ends the text."""
-    for place, token in enumerate(tokens, start=1):
-        if token in eos:
-            return tokens[:place]
-    return tokens
-
-
-def finish_reason(tokens: tuple[int, ...], written: int, limit: int, eos: Sequence[int]) -> Finish | None:
-    """Why decoding ends after `tokens`, or None while it goes on."""
-    if tokens[-1] in eos:
-        return "stop"
-    return "length" if written >= limit else None

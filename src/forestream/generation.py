@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
-from forestream.baseline import plain
-from forestream.config import Compile, DecodeSettings
+from forestream.baseline import plain, plain_batch
+from forestream.config import Compile, DecodeSettings, SamplingSettings
 from forestream.data import prompt_ids
-from forestream.decode import decode
-from forestream.errors import PromptError
+from forestream.decode import decode, decode_batch
+from forestream.errors import ConfigError, PromptError
+from forestream.memory import Memory
 from forestream.model import StreamingLM
-from forestream.steps import Counters, Step, tokens_of
+from forestream.requests import Request
+from forestream.schedule import Schedule
+from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
+from forestream.writing import Piece, Writing
 
 _WARM_PROMPT = 24  # tokens
 
@@ -31,27 +35,58 @@ class Generation:
         tokens: its ids, the end-of-text token included if one was written.
         steps: pass by pass.
         counters: sums over the steps.
+        lossy: whether a lossy rule was in force, so that the text may differ from plain decoding's.
     """
 
     text: str
     tokens: tuple[int, ...]
     steps: tuple[Step, ...]
     counters: Counters
+    lossy: bool = False
+
+    @property
+    def finish(self) -> Finish | None:
+        """"stop" at an end-of-text token, a stop string or a criterion, "length" at the cap; None of no text."""
+        return self.steps[-1].finish if self.steps else None
+
+    @property
+    def scores(self) -> tuple[TokenScore, ...]:
+        """One for each token, if log-probabilities were asked for."""
+        return tuple(score for step in self.steps for score in step.scores)
 
 
 class Generator:
     """A model with its tokenizer and settings.
 
+    Whatever is asked of a text is given by name with the prompt:
+
+    - any field of `DecodeSettings`: `max_new_tokens=32`, `nodes=16`;
+    - any field of `SamplingSettings`: `temperature=0.7`, `top_p=0.9`, `seed=1`, `repetition_penalty=1.1`;
+    - any field of `Request`: `logprobs=5`, `processors=[...]`, `criteria=[...]`, `row=2`;
+    - `stop`, a string or several: the text ends behind the token that completes one of them.
+
     >>> generator = Generator.from_pretrained("adapters/smollm2-135m-e2e")
     >>> generator.generate("name[Aromi], eatType[coffee shop] ->").text
+
+    Attributes:
+        settings: how drafts are made; a schedule gives them by the number of texts decoded together.
+        sampling: the law that tokens are drawn from.
+        eos: ids that end a text.
     """
 
     def __init__(
-        self, model: StreamingLM, tokenizer: PreTrainedTokenizerBase, settings: DecodeSettings | None = None
+        self,
+        model: StreamingLM,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: DecodeSettings | None = None,
+        sampling: SamplingSettings | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or DecodeSettings()
+        self.sampling = sampling or SamplingSettings()
+        self.schedule = schedule
         self.eos = end_tokens(model, tokenizer)
 
     @classmethod
@@ -85,47 +120,92 @@ class Generator:
         for steps in (plain(self.model, some, new), decode(self.model, some, new)):
             self.collect(steps)
 
-    def steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
-        """Decode speculatively, pass by pass; `changes` override single settings, such as max_new_tokens=32.
+    def request(self, prompt: str | Sequence[int], **asked: Any) -> Request:
+        """What is asked for, in full: `asked` are fields of `SamplingSettings` and of `Request`, and `stop`.
 
-        Errors surface when the first step is asked for.
+        Raises:
+            PromptError: the prompt is empty.
+            ConfigError: a name is unknown, or a value is out of range.
         """
-        return decode(self.model, self._ids(prompt), replace(self.settings, **changes), self.eos)
+        request, settings = self._asked(prompt, asked)
+        if settings != self.settings:
+            raise ConfigError("a request holds no settings of draft trees; give them to the call that decodes it")
+        return request
 
-    def plain_steps(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[Step]:
+    def steps(
+        self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any
+    ) -> Iterator[Step]:
+        """Decode speculatively, pass by pass. Errors surface when the first step is asked for."""
+        request, settings = self._asked(prompt, asked)
+        yield from decode(self.model, request, settings, memory=memory)
+
+    def plain_steps(
+        self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any
+    ) -> Iterator[Step]:
         """The same text by plain decoding, one token a pass."""
-        return plain(self.model, self._ids(prompt), replace(self.settings, **changes), self.eos)
+        request, settings = self._asked(prompt, asked)
+        yield from plain(self.model, request, settings, memory=memory)
 
-    def generate(self, prompt: str | Sequence[int], **changes: Any) -> Generation:
+    def generate(self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any) -> Generation:
         """Write after `prompt` until the text ends or the cap is reached.
+
+        Args:
+            memory: `Memory(generator.model)`, kept from call to call: what a prompt shares with the text before it, as
+                the turns of a chat do, is not read again.
 
         Raises:
             PromptError: the prompt is empty or leaves no room before the context limit.
+            ConfigError: a name in `asked` is unknown, or a value is out of range.
         """
-        return self.collect(self.steps(prompt, **changes))
+        request, settings = self._asked(prompt, asked)
+        return self.collect(decode(self.model, request, settings, memory=memory), request.sampling.lossy)
 
-    def collect(self, steps: Iterator[Step]) -> Generation:
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int] | Request], method: Literal["forestream", "plain"] = "forestream", **asked: Any
+    ) -> list[Generation]:
+        """Write after several prompts together; each text is what `generate` writes with `row` set to its number.
+
+        A prompt that is given several times is read once, and with a temperature each time gives another text.
+        """
+        requests, settings = [], self.settings
+        for row, prompt in enumerate(prompts):
+            request, settings = self._asked(prompt, {"row": row, **asked} if not isinstance(prompt, Request) else asked)
+            requests.append(request)
+        run = (
+            plain_batch(self.model, requests, settings)
+            if method == "plain"
+            else decode_batch(self.model, requests, self._schedule(settings))
+        )
+        steps: list[list[Step]] = [[] for _ in requests]
+        for outcome in run:
+            for number, step in outcome:
+                steps[number].append(step)
+        return [self.collect(iter(own), one.sampling.lossy) for own, one in zip(steps, requests, strict=True)]
+
+    def collect(self, steps: Iterator[Step], lossy: bool = False) -> Generation:
         """Run `steps` to the end."""
         done = tuple(steps)
         counters = Counters()
         counters.extend(done)
         tokens = tokens_of(done)
-        return Generation(self.text(tokens), tokens, done, counters)
+        return Generation(self.text(tokens), tokens, done, counters, lossy)
 
-    def stream(self, prompt: str | Sequence[int], **changes: Any) -> Iterator[str]:
+    def stream(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[str]:
         """Yield the text in pieces as passes deliver it; joined, they are the whole text.
 
-        A character whose bytes are spread over several tokens is held back until it is complete.
+        A character whose bytes are spread over several tokens is held back until it is complete. Closing the iterator
+        stops at once.
         """
-        tokens: list[int] = []
-        sent = 0
-        for step in self.steps(prompt, **changes):
-            tokens += step.tokens
-            text = self.text(tokens)
-            if step.finish or not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                if len(text) > sent:
-                    yield text[sent:]
-                sent = len(text)
+        writing = Writing(self.text)
+        for step in self.steps(prompt, **asked):
+            if text := "".join(piece.text for piece in writing.add(step)):
+                yield text
+
+    def pieces(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[Piece]:
+        """As `stream`, but one piece for each token, with its id; a piece is empty while a character is incomplete."""
+        writing = Writing(self.text)
+        for step in self.steps(prompt, **asked):
+            yield from writing.add(step)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens."""
@@ -133,10 +213,44 @@ class Generator:
         assert isinstance(decoded, str)
         return decoded
 
+    def _asked(
+        self, prompt: str | Sequence[int] | Request, asked: dict[str, Any]
+    ) -> tuple[Request, DecodeSettings]:
+        """The request and the settings that a call asks for."""
+        unknown = set(asked) - _TREES - _LAW - _REQUEST - {"stop"}
+        if unknown:
+            known = ", ".join(sorted(_TREES | _LAW | _REQUEST | {"stop"}))
+            raise ConfigError(f"unknown: {', '.join(sorted(unknown))}; what can be asked for is {known}")
+        settings = replace(self.settings, **{name: asked[name] for name in asked if name in _TREES})
+        if isinstance(prompt, Request):
+            if other := sorted(set(asked) - _TREES):
+                raise ConfigError(f"{', '.join(other)} beside a request; the request itself says what is asked for")
+            return prompt, settings
+        sampling = replace(self.sampling, **{name: asked[name] for name in asked if name in _LAW})
+        given = {name: asked[name] for name in asked if name in _REQUEST}
+        for name in ("processors", "criteria", "eos"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if stop := asked.get("stop"):
+            strings = [stop] if isinstance(stop, str) else list(stop)
+            if not all(isinstance(one, str) and one for one in strings):
+                raise ConfigError(f"stop is {stop!r}; expected strings, none of them empty")
+            given["criteria"] = (*given.get("criteria", ()), StopStringCriteria(self.tokenizer, strings))
+        return Request(**{"prompt": tuple(self._ids(prompt)), "eos": self.eos, "sampling": sampling, **given}), settings
+
+    def _schedule(self, settings: DecodeSettings) -> DecodeSettings | Schedule:
+        """The schedule, unless a call asks for other settings."""
+        return self.schedule if self.schedule is not None and settings == self.settings else settings
+
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if prompt == "":
             raise PromptError("the prompt is empty; give some text to go on from")
         return prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+
+
+_TREES = {field.name for field in fields(DecodeSettings)}
+_LAW = {field.name for field in fields(SamplingSettings)}
+_REQUEST = {field.name for field in fields(Request)} - {"prompt", "sampling", "max_new_tokens"}
 
 
 def end_tokens(model: StreamingLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

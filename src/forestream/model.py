@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +27,8 @@ from forestream.pruning import ExitScorer
 from forestream.streams import SlotGate, StreamStart, rotate_values
 from forestream.topology import Topology
 
-# From the trunk's output [1, N, D] to the nodes that survive, in increasing order.
-Prune = Callable[[Tensor], tuple[int, ...]]
+# From the trunk's output [B, N, D] to the nodes that survive in each row's tree, in increasing order.
+Prune = Callable[[Tensor], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class PassOutput:
         trunk: main states at the entry of the stream layers, of the surviving nodes.
         main: main states after the last layer, of the surviving nodes.
         streams: stream states after the last layer.
-        kept: numbers of the surviving nodes in the tree that was offered.
+        kept: per row, numbers of the surviving nodes in the tree that was offered; all nodes where nothing was pruned.
     """
 
     trunk: Float[Tensor, "B N D"]
     main: Float[Tensor, "B N D"]
     streams: Float[Tensor, "B G C D"]
-    kept: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...]
 
 
 class StreamingLM(nn.Module):
@@ -154,9 +154,9 @@ class StreamingLM(nn.Module):
         else:
             yield self.host
 
-    def new_cache(self, capacity: int) -> StreamCache:
-        """An empty cache for `capacity` slots in all: committed text and the largest pass behind it."""
-        cache = StreamCache(self.port.kept, capacity, self.dtype, self.device)
+    def new_cache(self, capacity: int, rows: int = 1) -> StreamCache:
+        """An empty cache for `capacity` slots in each row: committed text and the largest pass behind it."""
+        cache = StreamCache(self.port.kept, capacity, self.dtype, self.device, rows)
         self.layers.admit(cache)
         return cache
 
@@ -181,29 +181,31 @@ class StreamingLM(nn.Module):
         pack: Pack,
         cache: StreamCache | None = None,
         prune: Prune | None = None,
-        topology: Topology | None = None,
+        trees: Sequence[Topology] = (),
     ) -> PassOutput:
         """One pass over `pack`, behind the text committed in `cache`.
 
         With `prune`, trunk layers see all N nodes and stream layers only the survivors, each carrying streams if the
-        pack has any; `topology` is then the tree that was offered.
+        pack has any; `trees` are then the rows' trees that were offered.
         """
-        committed = cache.committed if cache is not None else 0
+        lengths = cache.lengths if cache is not None else [0]
         nodes = pack.main_only()
-        places = nodes.positions(committed, "same").to(ids.device)
+        places = nodes.positions(self._behind(lengths), "same").to(ids.device)
         states = self.port.embed(ids, places.expand(ids.shape))
-        given = self._inputs(nodes, committed, states)
+        given = self._inputs(nodes, lengths, states)
         states = self._drive(self.trunk_layers, states, nodes, given, cache)
-        kept = tuple(range(pack.mains))
-        if prune is not None and topology is not None:
+        kept = tuple(tuple(range(len(tree))) for tree in trees) or (tuple(range(pack.mains)),) * len(ids)
+        if prune is not None and trees:
             kept = prune(states)
-            if len(kept) < pack.mains:
-                carriers = range(len(kept)) if pack.streams else ()
-                pack = Pack.tree(topology.subset(kept), carriers, pack.streams)
-                states = states[:, torch.tensor(kept, device=states.device)]
+            if any(len(own) < len(tree) for own, tree in zip(kept, trees, strict=True)):
+                left = [tree.subset(own) for tree, own in zip(trees, kept, strict=True)]
+                pack = Pack.forest(left, [range(len(own)) if pack.streams else () for own in kept], pack.streams)
+                states = _picked(states, kept)
+                nodes = pack.main_only()
+                given = self._inputs(nodes, lengths, states)
         slots = self._attach(states, pack)
-        if len(pack) != len(nodes):
-            given = self._inputs(pack, committed, slots)
+        if pack.streams:
+            given = self._inputs(pack, lengths, slots)
         outcome = self._drive(self.stream_layers, slots, pack, given, cache)
         main, streams = outcome[:, : pack.mains], outcome[:, pack.mains :]
         shape = (pack.streams, pack.carriers.shape[1]) if pack.streams else (0, 0)
@@ -213,8 +215,8 @@ class StreamingLM(nn.Module):
         """Final states of the streams of the last committed token, from its state at the stream layers' entry."""
         if self.start is None:
             raise ConfigError("this adapter was trained without streams")
-        pack, states = Pack.behind(streams), self.start(trunk, streams)
-        given = self._inputs(pack, cache.committed, states)
+        pack, states = Pack.behind(streams, len(trunk)), self.start(trunk, streams)
+        given = self._inputs(pack, cache.lengths, states)
         return self._drive(self.stream_layers, states, pack, given, cache)
 
     def _attach(self, mains: Float[Tensor, "B N D"], pack: Pack) -> Float[Tensor, "B Q D"]:
@@ -226,13 +228,14 @@ class StreamingLM(nn.Module):
         carriers = torch.gather(mains.expand(index.shape[0], -1, -1), 1, index)
         return torch.cat([mains, self.start(carriers, pack.streams)], dim=1)
 
-    def _inputs(self, pack: Pack, committed: int, states: Float[Tensor, "B Q D"]) -> dict[int, LayerInputs]:
+    def _inputs(self, pack: Pack, lengths: Sequence[int], states: Float[Tensor, "B Q D"]) -> dict[int, LayerInputs]:
         """What every layer is handed with the slots of `pack`: one mask per window, one rotary table per kind."""
         ahead = self.stream_config.positions if not self.port.learned_positions else "same"
-        positions = pack.positions(committed, ahead)
+        positions = pack.positions(self._behind(lengths), ahead)
         # Streams may reach past the end of the text's room, where some rotary types change their frequencies for all.
-        reach = int(positions[:, : pack.mains].max()) + 1 if pack.mains else committed
-        placed = positions.clamp(max=self.port.room(reach) - 1).to(states.device)
+        reaches = (positions[:, : pack.mains].amax(dim=1) + 1).tolist() if pack.mains else list(lengths)
+        rooms = [self.port.room(reach) for reach in reaches]
+        placed = positions.minimum(torch.tensor(rooms)[:, None] - 1).to(states.device)
         masks: dict[int | None, Tensor] = {}
         rotary: dict[str, Rotary | None] = {}
         given: dict[tuple[int | None, str], LayerInputs] = {}
@@ -240,9 +243,9 @@ class StreamingLM(nn.Module):
         for i in range(self.port.num_layers):
             window, kind = self.port.window(i), self.port.rotary_kind(i)
             if window not in masks:
-                masks[window] = additive(pack, committed, positions, window, states.dtype, states.device)
+                masks[window] = additive(pack, lengths, positions, window, states.dtype, states.device)
             if kind not in rotary:
-                rotary[kind] = self._rotary(states, placed, pack.mains, i)
+                rotary[kind] = self._rotary(states, placed, pack.mains, i, rooms)
             if (window, kind) not in given:
                 given[window, kind] = LayerInputs(masks[window], placed, rotary[kind])
             inputs[i] = given[window, kind]
@@ -266,17 +269,33 @@ class StreamingLM(nn.Module):
             cache.expect(layers, len(pack))
         return states
 
-    def _rotary(self, states: Tensor, positions: Int[Tensor, "B Q"], mains: int, layer: int) -> Rotary | None:
-        # Some rotary types pick frequencies by the largest position of the call, so streams get a call of their own.
-        parts = [
-            self.port.rotary(states, part, layer)
-            for part in (positions[:, :mains], positions[:, mains:])
-            if part.shape[1]
+    def _rotary(
+        self, states: Tensor, positions: Int[Tensor, "B Q"], mains: int, layer: int, rooms: Sequence[int]
+    ) -> Rotary | None:
+        # Some rotary types pick frequencies by the largest position of the call: streams, and rows whose frequencies
+        # may not be the others', get calls of their own.
+        rows = [positions] if len(set(rooms)) == 1 else list(positions.split(1))
+        tables = [
+            [
+                self.port.rotary(states, part, layer)
+                for part in (row[:, :mains], row[:, mains:])
+                if part.shape[1]
+            ]
+            for row in rows
         ]
-        tables = [part for part in parts if part is not None]
-        if not tables:
+        joined = [
+            [torch.cat(parts, dim=1) for parts in zip(*(part for part in row if part is not None), strict=True)]
+            for row in tables
+        ]
+        if not all(joined):
             return None
-        return (torch.cat([t[0] for t in tables], dim=1), torch.cat([t[1] for t in tables], dim=1))
+        cosine, sine = (torch.cat(parts) for parts in zip(*joined, strict=True))
+        return cosine, sine
+
+    @staticmethod
+    def _behind(lengths: Sequence[int]) -> int | Int[Tensor, "B 1"]:
+        """What positions are counted from."""
+        return lengths[0] if len(lengths) == 1 else torch.tensor(lengths)[:, None]
 
     def _storage(self, pack: Pack, cache: StreamCache | None) -> StreamCache | PassCache | None:
         if not self.stream_config.value_rotation or not pack.streams:
@@ -291,3 +310,10 @@ class StreamingLM(nn.Module):
             return PassCache(turn)
         cache.value_map = turn
         return cache
+
+
+def _picked(states: Float[Tensor, "B N D"], kept: Sequence[Sequence[int]]) -> Float[Tensor, "B n D"]:
+    """The states of the nodes in `kept`; shorter rows are filled up with their root's."""
+    most = max(map(len, kept))
+    index = torch.tensor([[*own, *[0] * (most - len(own))] for own in kept], device=states.device)
+    return states.gather(1, index[:, :, None].expand(-1, -1, states.shape[2]))

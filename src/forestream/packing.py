@@ -20,18 +20,18 @@ from forestream.topology import Topology
 
 @dataclass(frozen=True)
 class Pack:
-    """The slots of one pass, in B rows that share a tree but may differ in their carriers.
+    """The slots of one pass, in B rows. Rows share one tree (R = 1) or have a tree each (R = B).
 
     Attributes:
         depths: steps of each node behind the committed text; the next uncommitted token has depth 0.
-        ancestors: row n marks the nodes that node n may see: its ancestors and itself.
+        ancestors: row n of a tree marks the nodes that node n may see: its ancestors and itself.
         carriers: nodes that carry streams, per row; repeats are allowed (padding of ragged rows).
         streams: G, streams per carrier.
         mains: N, main slots in the pass: all nodes, or 0 where the only node is committed already.
     """
 
-    depths: Int[Tensor, " nodes"]
-    ancestors: Bool[Tensor, "nodes nodes"]
+    depths: Int[Tensor, "R nodes"]
+    ancestors: Bool[Tensor, "R nodes nodes"]
     carriers: Int[Tensor, "B C"]
     streams: int
     mains: int
@@ -40,24 +40,42 @@ class Pack:
     def tree(topology: Topology, carriers: Sequence[int] = (), streams: int = 0) -> Pack:
         """One row: a draft tree whose `carriers` have `streams` streams each."""
         return Pack(
-            topology.depth_tensor,
-            topology.ancestors,
+            topology.depth_tensor[None],
+            topology.ancestors[None],
             torch.tensor([list(carriers)], dtype=torch.long),
             streams if carriers else 0,
             len(topology),
         )
 
     @staticmethod
+    def forest(trees: Sequence[Topology], carriers: Sequence[Sequence[int]], streams: int = 0) -> Pack:
+        """A row for each tree, whose `carriers` have `streams` streams each.
+
+        Smaller trees are filled up with nodes that see themselves only, and carriers with repeats of the first: what
+        such slots hold is of no use to anybody, and nobody sees them.
+        """
+        if len(trees) == 1:
+            return Pack.tree(trees[0], carriers[0], streams)
+        nodes, most = max(map(len, trees)), max(map(len, carriers))
+        depths = torch.zeros(len(trees), nodes, dtype=torch.long)
+        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(len(trees), 1, 1)
+        for row, tree in enumerate(trees):
+            depths[row, : len(tree)] = tree.depth_tensor
+            ancestors[row, : len(tree), : len(tree)] = tree.ancestors
+        filled = [[*own, *[0] * (most - len(own))] for own in carriers]
+        return Pack(depths, ancestors, torch.tensor(filled, dtype=torch.long), streams if most else 0, nodes)
+
+    @staticmethod
     def text(length: int, carriers: Int[Tensor, "B C"], streams: int) -> Pack:
         """B rows of `length` tokens in order: prompts and training examples (padding at the right end)."""
         causal = torch.ones(length, length, dtype=torch.bool).tril()
-        return Pack(torch.arange(length), causal, carriers, streams, length)
+        return Pack(torch.arange(length)[None], causal[None], carriers, streams, length)
 
     @staticmethod
-    def behind(streams: int) -> Pack:
-        """Only the streams of the last committed token: the second pass of deferred streams."""
-        one = torch.ones(1, 1, dtype=torch.bool)
-        return Pack(torch.tensor([-1]), one, torch.zeros(1, 1, dtype=torch.long), streams, 0)
+    def behind(streams: int, rows: int = 1) -> Pack:
+        """Only the streams of each row's last committed token: the second pass of deferred streams."""
+        one = torch.ones(1, 1, 1, dtype=torch.bool)
+        return Pack(torch.tensor([[-1]]), one, torch.zeros(rows, 1, dtype=torch.long), streams, 0)
 
     def __len__(self) -> int:
         """Q, slots in the pass."""
@@ -87,11 +105,12 @@ class Pack:
         places = torch.arange(self.carriers.shape[1]).repeat(self.streams)
         place = torch.cat([torch.full((self.mains,), -1), places])
         own = (place[:, None] == place[None, :]) & (self.indices[None, :] <= self.indices[:, None])
-        return torch.where(self.indices[None, None, :] == 0, self.ancestors[query, key], own)
+        tree = torch.arange(len(self.ancestors))[:, None, None]
+        return torch.where(self.indices[None, None, :] == 0, self.ancestors[tree, query, key], own)
 
-    def positions(self, committed: int, rule: Literal["ahead", "same"]) -> Int[Tensor, "B Q"]:
-        """Position id of every slot; "ahead" gives stream j of a node at t the position t + j."""
-        own = self.depths[self.nodes] + committed
+    def positions(self, committed: int | Int[Tensor, "B 1"], rule: Literal["ahead", "same"]) -> Int[Tensor, "B Q"]:
+        """Position id of every slot behind `committed` tokens; "ahead" gives stream j of a node at t the place t + j."""
+        own = self.depths.expand(len(self.nodes), -1).gather(1, self.nodes) + committed
         return own + self.indices if rule == "ahead" else own
 
     def main_only(self) -> Pack:

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from forestream.drafting import DraftTree
+from jaxtyping import Float
+from torch import Tensor
+
+from forestream.drafting import DraftTree, best_tokens
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
+class TokenScore:
+    """What the model itself thought of a token, before processors and temperature.
+
+    Attributes:
+        logprob: log-probability of the token.
+        top: the most probable tokens with theirs, best first, exact ties to the lowest id.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def of(token: int, logits: Float[Tensor, " V"], top: int) -> TokenScore:
+        """The score of `token` under `logits`, beside the `top` most probable tokens."""
+        law = logits.float().log_softmax(dim=-1)
+        ids, values = best_tokens(logits[None], top)
+        return TokenScore(float(law[token]), tuple(zip(ids[0], values[0], strict=True)))
+
+
+@dataclass(frozen=True)
 class Step:
-    """The outcome of one pass.
+    """The outcome of one pass for one text.
 
     Attributes:
         tokens: new tokens, 1 to G + 1 of them. The last one is the main stream's own, unless a draft ended the text.
         accepted: how many of them were drafted and accepted.
-        seconds: wall clock of the pass with everything that belongs to it.
+        seconds: wall clock of the pass with everything that belongs to it; a text's share of it in a batch.
         tree: the draft tree that was checked; None for the prompt pass.
         kept: its nodes that survived pruning.
         path: its nodes that were verified and written, from the root.
         finish: why decoding ended with this step, or None.
+        scores: one for each of the tokens, if they were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +56,7 @@ class Step:
     kept: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
     finish: Finish | None = None
+    scores: tuple[TokenScore, ...] = ()
 
     @property
     def offered_depth(self) -> int:
@@ -49,6 +74,8 @@ class Counters:
         passes: forward passes after the prompt pass.
         accepted: drafted tokens that were accepted.
         nodes: nodes checked after pruning, all passes together, roots included.
+        drafting: passes that had drafts to check.
+        histogram: entry a counts the passes that accepted a drafts.
         prompt_seconds, decode_seconds: wall clock of prompt passes and of everything after them.
     """
 
@@ -57,6 +84,8 @@ class Counters:
     passes: int = 0
     accepted: int = 0
     nodes: int = 0
+    drafting: int = 0
+    histogram: list[int] = field(default_factory=list)
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     _offered: list[int] = field(default_factory=list)
@@ -72,6 +101,9 @@ class Counters:
         self.decode_seconds += step.seconds
         self.accepted += step.accepted
         self.nodes += len(step.kept)
+        self.drafting += len(step.kept) > 1
+        self.histogram.extend([0] * (step.accepted + 1 - len(self.histogram)))
+        self.histogram[step.accepted] += 1
         for depth in range(step.offered_depth):
             while len(self._offered) <= depth:
                 self._offered.append(0)
@@ -85,9 +117,15 @@ class Counters:
 
     def merge(self, other: Counters) -> None:
         """Add what `other` counted."""
-        for name in ("generated", "prompts", "passes", "accepted", "nodes", "prompt_seconds", "decode_seconds"):
+        for name in ("generated", "prompts", "passes", "accepted", "nodes", "drafting"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for own, theirs in ((self._offered, other._offered), (self._reached, other._reached)):
+        self.prompt_seconds += other.prompt_seconds
+        self.decode_seconds += other.decode_seconds
+        for own, theirs in (
+            (self.histogram, other.histogram),
+            (self._offered, other._offered),
+            (self._reached, other._reached),
+        ):
             own.extend([0] * (len(theirs) - len(own)))
             for depth, count in enumerate(theirs):
                 own[depth] += count
@@ -110,6 +148,23 @@ class Counters:
     @property
     def nodes_per_pass(self) -> float:
         return self.nodes / max(self.passes, 1)
+
+    @property
+    def request_metrics(self) -> dict[str, Any]:
+        """The counters under the names that clients of vLLM read.
+
+        A draft token is a node that was checked beside the root; of a tree, at most one path of them is accepted.
+        """
+        drafts = self.nodes - self.passes
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.accepted / drafts if drafts else 0.0,
+            "acceptance_histogram": list(self.histogram),
+            "num_spec_steps": self.drafting,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": drafts,
+            "num_spec_tokens": len(self._offered),
+        }
 
     @property
     def tokens_per_second(self) -> float:

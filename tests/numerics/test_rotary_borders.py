@@ -1,7 +1,6 @@
 """Hosts whose rotary frequencies change with the length of the text: passes and texts on both sides of the border."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -9,33 +8,14 @@ import torch
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from oracle import prefilled
+from stretched import BORDER, stretched
 from subject import CARRIERS, stock_text, subject
 from treepass import TOKENS, TREE, close, tree_pass
 from wrapped import STREAMS, prompt, wrapped
-from zoo import HOSTS, custom
+from zoo import HOSTS
 
 every_host = pytest.mark.parametrize("host", HOSTS)
 both_modes = pytest.mark.parametrize("mode", ["joint", "lossless"])
-
-
-BORDER = 24
-
-
-def stretched(kind: str) -> StreamingLM:
-    """A host whose rotary frequencies change once a call reaches position BORDER."""
-    if kind == "dynamic":
-        rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-        host = custom("llama", num_key_value_heads=2, max_position_embeddings=BORDER, rope_parameters=rope)
-    else:
-        rope = {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 6,
-            "long_factor": [4.0] * 6,
-            "original_max_position_embeddings": BORDER,
-        }
-        host = custom("phi3", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=BORDER)
-    return wrapped(host)
 
 
 def mains_before_the_border(model: StreamingLM) -> None:
@@ -62,7 +42,7 @@ def test_one_table_for_main_and_streams_would_be_noticed(kind: str, monkeypatch:
     model = stretched(kind)
     monkeypatch.setattr(type(model.port), "_settled", lambda port, positions, i: positions)
     monkeypatch.setattr(type(model.port), "room", lambda port, prompt: 10**6)
-    monkeypatch.setattr(model, "_rotary", lambda states, places, mains, i: model.port.rotary(states, places, i))
+    monkeypatch.setattr(model, "_rotary", lambda states, places, mains, i, rooms: model.port.rotary(states, places, i))
     with pytest.raises(AssertionError, match="main logits with and without streams differ"):
         mains_before_the_border(model)
 

@@ -16,12 +16,13 @@ from forestream import compiled, weights
 from forestream.baseline import plain
 from forestream.compiled import CompiledLayers, EagerLayers
 from forestream.config import DecodeSettings
-from forestream.decode import check, decode, prompt_pass, streams_in_use, usual_passes
+from forestream.decode import decode, streams_in_use, usual_passes
 from forestream.drafting import BudgetTree, DraftTree
 from forestream.packing import Pack
 from forestream.steps import Counters, tokens_of
 from forestream.topology import Topology, chain
 from oracle import Prophet, assert_no_trace, assert_packed_equals_plain, prefilled
+from passes import check, prompt_pass
 from subject import CARRIERS, stock_text
 from twins import Twins, outline, twins, written
 from wrapped import STREAMS, prompt, wrapped

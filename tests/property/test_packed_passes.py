@@ -11,14 +11,15 @@ from torch import Tensor
 
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
-from forestream.decode import check, decode
-from forestream.decode import stream_logits as decode_streams
+from forestream.decode import decode
 from forestream.drafting import DraftTree, FullTree, drafter_for
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.pruning import KeepAbove, KeepBest
 from forestream.steps import tokens_of
 from oracle import Prophet, assert_packed_equals_plain, prefilled
+from passes import check
+from passes import stream_logits as decode_streams
 from strategies import carriers_in, draft_trees
 from wrapped import STREAMS, prompt, wrapped
 

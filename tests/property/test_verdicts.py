@@ -18,7 +18,7 @@ def test_the_accepted_path_is_the_longest_that_the_main_stream_agrees_with(data:
     for children in tree.topology.children:
         own = [tree.tokens[child] for child in children]
         choices.append(data.draw(st.sampled_from([*own * 3, 25])))
-    verdict = verify(tree, choices)
+    verdict = verify(tree, choices.__getitem__)
     agreed = [
         path
         for path in map(tree.topology.path, range(len(tree.topology)))

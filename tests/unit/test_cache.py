@@ -10,7 +10,7 @@ from torch import Tensor
 from forestream.baseline import plain
 from forestream.cache import PassCache, StreamCache
 from forestream.config import DecodeSettings
-from forestream.decode import check, decode, prompt_pass, stream_logits
+from forestream.decode import decode
 from forestream.drafting import BudgetTree, DraftTree
 from forestream.errors import CacheError
 from forestream.model import StreamingLM
@@ -20,6 +20,7 @@ from forestream.pruning import KeepBest
 from forestream.steps import tokens_of
 from forestream.topology import Topology, chain
 from oracle import Prophet, assert_no_trace, prefilled
+from passes import check, prompt_pass, stream_logits
 from wrapped import prompt, wrapped
 
 # Layers of two shapes take turns, as where windows or key sizes do.

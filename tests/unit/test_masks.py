@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def render(pack: Pack, committed: int, window: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    return additive(pack, committed, pack.positions(committed, "ahead"), window, dtype, CPU)
+    return additive(pack, [committed], pack.positions(committed, "ahead"), window, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -263,26 +263,39 @@ def test_a_wrong_count_of_committed_tokens_is_noticed(model: StreamingLM, tokens
 # --- decisions ------------------------------------------------------------------------------------------------
 
 
-def accept_a_first_child(tree: DraftTree, choices: Sequence[int]) -> Verdict:
+Choose = Callable[[int], int]
+Over = Callable[[], bool]
+
+
+def accept_a_first_child(tree: DraftTree, choose: Choose, over: Over) -> Verdict:
     """Whatever the main stream says."""
-    children = tree.topology.children[0]
-    return Verdict((0, children[0]), choices[children[0]]) if children else verify(tree, choices)
+    if not (children := tree.topology.children[0]):
+        return verify(tree, choose, over)
+    choose(0)
+    return Verdict((0, children[0]), choose(children[0]))
 
 
-def go_on_from_the_wrong_node(tree: DraftTree, choices: Sequence[int]) -> Verdict:
-    verdict = verify(tree, choices)
-    return Verdict(verdict.path, choices[verdict.path[0]])
+def go_on_from_the_wrong_node(tree: DraftTree, choose: Choose, over: Over) -> Verdict:
+    said = []
+
+    def noted(node: int) -> int:
+        said.append(choose(node))
+        return said[-1]
+
+    return Verdict(verify(tree, noted, over).path, said[0])
 
 
-def ignore_who_is_whose_parent(tree: DraftTree, choices: Sequence[int]) -> Verdict:
+def ignore_who_is_whose_parent(tree: DraftTree, choose: Choose, over: Over) -> Verdict:
     """Any node one level deeper that carries the right token will do."""
     path, depths = [0], tree.topology.depths
+    wanted = choose(0)
     for depth in range(1, max(depths) + 1):
-        match = [n for n, at in enumerate(depths) if at == depth and tree.tokens[n] == choices[path[-1]]]
+        match = [n for n, at in enumerate(depths) if at == depth and tree.tokens[n] == wanted]
         if not match:
             break
         path.append(match[-1])
-    return Verdict(tuple(path), choices[path[-1]])
+        wanted = choose(path[-1])
+    return Verdict(tuple(path), wanted)
 
 
 @pytest.mark.parametrize("wrong", [accept_a_first_child, go_on_from_the_wrong_node, ignore_who_is_whose_parent])
@@ -293,7 +306,7 @@ def test_a_wrong_rule_of_acceptance_is_noticed(
     truth = TEXT + tokens_of(list(plain(model, TEXT, settings)))
     drafter = Prophet(FullTree(2), truth, rate=0.7)
     assert_equal_texts(model, TEXT, settings, drafter=drafter)
-    monkeypatch.setattr("forestream.decode.verify", wrong)
+    monkeypatch.setattr("forestream.rows.verify", wrong)
     with pytest.raises(AssertionError, match="texts differ at token"):
         assert_equal_texts(model, TEXT, settings, drafter=drafter)
 

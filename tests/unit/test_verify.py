@@ -35,20 +35,20 @@ def test_every_verdict_on_every_tree(nodes: int) -> None:
         tree = numbered(topology)
         # At each node the main stream chooses one of the children or a token that no child carries.
         for choices in product(*(range(len(children) + 1) for children in topology.children)):
-            assert verify(tree, choices) == search(tree, choices), (topology, choices)
+            assert verify(tree, choices.__getitem__) == search(tree, choices), (topology, choices)
 
 
 def test_all_accepted_some_accepted_none_accepted() -> None:
     tree = DraftTree(chain(4), (5, 6, 7, 8))
-    assert verify(tree, (6, 7, 8, 9)) == Verdict((0, 1, 2, 3), 9)
-    assert verify(tree, (6, 7, 1, 9)) == Verdict((0, 1, 2), 1)
-    assert verify(tree, (1, 7, 8, 9)) == Verdict((0,), 1)
+    assert verify(tree, (6, 7, 8, 9).__getitem__) == Verdict((0, 1, 2, 3), 9)
+    assert verify(tree, (6, 7, 1, 9).__getitem__) == Verdict((0, 1, 2), 1)
+    assert verify(tree, (1, 7, 8, 9).__getitem__) == Verdict((0,), 1)
 
 
 def test_a_right_token_behind_a_wrong_one_does_not_count() -> None:
     tree = DraftTree(Topology((-1, 0, 0, 1, 2)), (5, 6, 7, 8, 8))
-    assert verify(tree, (7, 8, 0, 0, 0)) == Verdict((0, 2), 0)
+    assert verify(tree, (7, 8, 0, 0, 0).__getitem__) == Verdict((0, 2), 0)
 
 
 def test_the_root_alone_gives_plain_decoding() -> None:
-    assert verify(DraftTree(Topology((-1,)), (5,)), (9,)) == Verdict((0,), 9)
+    assert verify(DraftTree(Topology((-1,)), (5,)), (9,).__getitem__) == Verdict((0,), 9)

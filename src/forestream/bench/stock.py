@@ -10,10 +10,10 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from forestream.config import DecodeSettings
-from forestream.decode import ROOT_ALONE, finish_reason, token_limit
 from forestream.drafting import DraftTree
 from forestream.model import StreamingLM
-from forestream.steps import Step
+from forestream.prefill import ROOT_ALONE, token_limit
+from forestream.steps import Finish, Step
 
 
 class _Clock(BaseStreamer):
@@ -38,7 +38,7 @@ def stock(
     Args:
         model: must not be prepared: its host is to be as the library made it.
     """
-    limit = token_limit(model, prompt, settings)
+    limit = token_limit(model, prompt, settings.max_new_tokens)
     clock = _Clock()
     ids = torch.tensor([list(prompt)], device=model.device)
     arguments: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "do_sample": False}
@@ -55,6 +55,6 @@ def stock(
     tokens = written[0, len(prompt) :].tolist()
     for i, token in enumerate(tokens):
         seconds = clock.times[i + 1] - clock.times[i]
-        finish = finish_reason((token,), i + 1, limit, eos)
+        finish: Finish | None = "stop" if token in eos else "length" if i + 1 == limit else None
         root = DraftTree(ROOT_ALONE, (tokens[i - 1],)) if i else None
         yield Step((token,), 0, seconds, root, (0,) if i else (), (0,) if i else (), finish)

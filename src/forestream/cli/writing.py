@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
 from forestream.config import DecodeSettings
+from forestream.writing import Piece, Writing
 
 if TYPE_CHECKING:
     from forestream.generation import Generator
-    from forestream.steps import Counters, Step
+    from forestream.steps import Counters
 
 ACCEPTED: Final = "green"
 OWN: Final = "yellow"
 PRUNED: Final = "dim strike"
-
-
-class Piece(NamedTuple):
-    """Text that one token added."""
-
-    text: str
-    drafted: bool
-
-
-class Writing:
-    """Text of a run under way. Joined, the pieces are the whole text.
-
-    A character whose bytes are spread over several tokens comes with the last of them.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._sent = 0
-
-    def add(self, step: Step) -> list[Piece]:
-        """What the tokens of `step` add; pieces may be empty."""
-        pieces = []
-        for place, token in enumerate(step.tokens):
-            self._tokens.append(token)
-            text = self._decode(self._tokens)
-            last = step.finish is not None and place == len(step.tokens) - 1
-            new = "" if text.endswith("\N{REPLACEMENT CHARACTER}") and not last else text[self._sent :]
-            self._sent += len(new)
-            pieces.append(Piece(new, place < step.accepted))
-        return pieces
 
 
 def coloured(pieces: Sequence[Piece]) -> Text:

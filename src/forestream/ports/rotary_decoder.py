@@ -1,6 +1,7 @@
 """Hosts of the Llama build: embedding, rotary layers, one final norm. Llama, Mistral, Phi-3, Qwen2, Qwen3."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,14 +60,17 @@ class RotaryDecoderPort(Port):
             return positions
         return positions.clamp(max=self.position_limit - 1)
 
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Text lengths behind which "longrope" takes other frequencies."""
+        ropes = map(self.rope, range(self.num_layers))
+        return tuple(
+            {int(rope["original_max_position_embeddings"]) for rope in ropes if rope["rope_type"] == "longrope"}
+        )
+
     def room(self, prompt: int) -> int:
         """`position_limit`; for prompts below the border of "longrope" frequencies, that border."""
-        borders = [
-            int(rope["original_max_position_embeddings"])
-            for rope in map(self.rope, range(self.num_layers))
-            if rope["rope_type"] == "longrope"
-        ]
-        return min([border for border in borders if prompt <= border], default=self.position_limit)
+        return min((border for border in self.borders if prompt <= border), default=self.position_limit)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Final norm, [B,n,D] -> [B,n,D]."""

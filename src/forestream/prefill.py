@@ -1,0 +1,141 @@
+"""How a text begins: how long it may get, and the passes over its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from forestream.cache import StreamCache
+from forestream.config import DecodeSettings
+from forestream.drafting import DraftTree
+from forestream.errors import ConfigError, PromptError
+from forestream.memory import Memory
+from forestream.model import StreamingLM
+from forestream.packing import Pack
+from forestream.requests import Request
+from forestream.rows import Row
+from forestream.steps import Step
+from forestream.topology import Topology
+
+ROOT_ALONE: Final = Topology((-1,))
+"""The tree of plain decoding: one node, no drafts."""
+
+
+@dataclass
+class Begun:
+    """Texts whose prompts are committed and whose first tokens are written.
+
+    Attributes:
+        rows: the texts, in the order of their requests; those that may have no tokens are left out.
+        numbers: the request that each row belongs to.
+        steps: what the prompt passes yielded, per row.
+        cache: a row for each of them.
+        streams: logits of the streams of the prompts' last tokens, per row.
+    """
+
+    rows: list[Row]
+    numbers: list[int]
+    steps: list[Step]
+    cache: StreamCache
+    streams: list[Float[Tensor, "G V"]]
+
+
+def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
+    """How many tokens may be written: `cap`, or what is left before the context limit.
+
+    Raises:
+        PromptError: the prompt is empty, leaves no room, or holds an id that the model does not know.
+    """
+    if not prompt:
+        raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
+    end = model.port.room(len(prompt))
+    if end <= len(prompt):
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens and the model's context ends at {end}; shorten the prompt"
+        )
+    return min(cap, end - len(prompt))
+
+
+@torch.inference_mode()
+def prompt_pass(
+    model: StreamingLM, prompt: Sequence[int], streams: int, cache: StreamCache, chunk: int | None = None
+) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G V"]]:
+    """Commit the prompt behind what `cache` holds of it; return logits of its last token, and of that token's streams.
+
+    Args:
+        chunk: most tokens in one pass; None takes all at once.
+    """
+    # Tables of a rotary type that looks at the whole text's length are right for the whole text only.
+    if chunk is None or model.port.room(1) < len(prompt):
+        chunk = len(prompt)
+    output = None
+    while (start := cache.committed) < len(prompt):
+        piece = prompt[start : start + chunk]
+        last = start + len(piece) == len(prompt)
+        carriers = torch.tensor([[len(piece) - 1]] if last else [[]], dtype=torch.long)
+        ids = torch.tensor([list(piece)], device=model.device)
+        output = model(ids, Pack.text(len(piece), carriers, streams if last else 0), cache)
+        cache.advance(len(piece))
+    if output is None:
+        raise PromptError("nothing of the prompt is left to read; at least its last token must be")
+    return model.logits(output.main[:, -1]), model.logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+
+
+def begin(
+    model: StreamingLM,
+    requests: Sequence[Request],
+    settings: DecodeSettings,
+    streams: int,
+    slots: int,
+    memory: Memory | None = None,
+) -> Begun | None:
+    """Read the prompts and write every text's first token; None if no text may have any.
+
+    A prompt that several requests share is read once.
+
+    Args:
+        streams: of each prompt's last token.
+        slots: most slots of a pass behind the prompts.
+        memory: what is known from an earlier text, for a single request.
+
+    Raises:
+        PromptError: a prompt is empty or leaves no room before the context limit.
+        ConfigError: a memory for several texts.
+    """
+    if memory is not None and len(requests) != 1:
+        raise ConfigError(f"a memory belongs to one text; {len(requests)} requests were given")
+    caps = [settings.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens for one in requests]
+    limits = [token_limit(model, one.prompt, cap) for one, cap in zip(requests, caps, strict=True)]
+    numbers = [number for number, limit in enumerate(limits) if limit > 0]
+    if not numbers:
+        return None
+    rows = [Row(requests[number], limits[number]) for number in numbers]
+    capacity = max(len(row.text) + row.limit for row in rows) + slots
+    began = perf_counter()
+    cache = memory.open(rows[0].text, capacity) if memory else model.new_cache(capacity, len(rows))
+    read: dict[tuple[int, ...], tuple[int, Tensor, Tensor]] = {}
+    steps, drafts = [], []
+    for place, row in enumerate(rows):
+        prompt = row.request.prompt
+        if prompt in read:
+            source, main, ahead = read[prompt]
+            cache.copy_row(source, place)
+        else:
+            alone = cache if len(rows) == 1 else cache.row(place)
+            model.layers.admit(alone)
+            main, ahead = prompt_pass(model, prompt, streams, alone, settings.prompt_chunk)
+            cache.lengths[place] = len(prompt)
+            read[prompt] = place, main, ahead
+        with torch.inference_mode():
+            verdict, scores = row.read(DraftTree(ROOT_ALONE, (prompt[-1],)), main)
+        seconds, began = perf_counter() - began, perf_counter()
+        assert verdict.next_token is not None
+        steps.append(Step((verdict.next_token,), 0, seconds, finish=row.finish, scores=scores))
+        drafts.append(ahead)
+    return Begun(rows, numbers, steps, cache, drafts)

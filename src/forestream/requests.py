@@ -1,0 +1,57 @@
+"""What is asked for: a prompt, how its text is drawn, where it ends, and what is reported of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from forestream.config import SamplingSettings
+from forestream.sampling import Processor
+
+# Called with a token, the logits [V] it came from, and what the processors made of them.
+Watch = Callable[[int, Tensor, Tensor], None]
+
+
+class Criterion(Protocol):
+    """Whether a text ends: a `StoppingCriteria` of the host library is one. Called once for each token written."""
+
+    def __call__(self, input_ids: Int[Tensor, "1 T"], scores: Float[Tensor, "1 V"], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text that is asked for.
+
+    Attributes:
+        prompt: token ids, at least one.
+        eos: ids that end the text; they are written.
+        sampling: the law that tokens are drawn from.
+        processors: change the logits of every token, behind the penalties and before temperature and cuts.
+        criteria: end the text behind the token at which one of them is true.
+        max_new_tokens: cap on tokens; None leaves it to the settings.
+        row: keys the draws, beside the seed: texts of one prompt differ by it.
+        logprobs: report every token's log-probability, and those of so many most probable tokens; None reports none.
+            They are the model's own, before processors and temperature.
+        history: what processors and criteria see in front of the text; None is the prompt.
+        watch: told of every token, in order.
+    """
+
+    prompt: tuple[int, ...]
+    eos: tuple[int, ...] = ()
+    sampling: SamplingSettings = SamplingSettings()
+    processors: tuple[Processor, ...] = ()
+    criteria: tuple[Criterion, ...] = ()
+    max_new_tokens: int | None = None
+    row: int = 0
+    logprobs: int | None = None
+    history: tuple[int, ...] | None = None
+    watch: Watch | None = None
+
+    @staticmethod
+    def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:
+        """`prompt`, if it is a request already, or a request to go on from it greedily."""
+        return prompt if isinstance(prompt, Request) else Request(tuple(prompt), tuple(eos))

@@ -6,6 +6,7 @@
     ├── CheckpointError      an adapter folder is missing, corrupt, or made for another base
     ├── DataError            rows are missing or not of the expected form
     ├── PromptError          a prompt is empty or leaves no room before the context limit
+    ├── GrammarError         a text left its grammar, or the grammar allows no further token
     └── CacheError           a layer wrote another number of slots than the pass announced
 
 Messages say what was found, what was expected and what to do.
@@ -34,6 +35,10 @@ class DataError(ForestreamError):
 
 class PromptError(ForestreamError, ValueError):
     """A prompt is empty or leaves no room before the context limit."""
+
+
+class GrammarError(ForestreamError):
+    """A text left its grammar, or the grammar allows no further token."""
 
 
 class CacheError(ForestreamError):

@@ -21,6 +21,8 @@ from jaxtyping import Bool, Float
 from peft import PeftModel
 from torch import Tensor
 
+from forestream import agreement
+from forestream.agreement import first_difference, shortfall
 from forestream.baseline import plain
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
@@ -254,11 +256,6 @@ def assert_equal_texts(
     return ours
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The first place where a and b differ, or the shorter one's end."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 # --- NT: within a margin of plain decoding's choice -------------------------------------------------------------
 
 
@@ -270,8 +267,8 @@ def near_tie(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[int], m
     Raises:
         AssertionError: some token is further off than `margin`; reports the first divergence.
     """
-    logits = plain_logits(model, prompt, tokens)
-    margins = [float(row.max() - row[token]) for row, token in zip(logits, tokens, strict=True)]
+    logits = [row.float() for row in agreement.plain_logits(model, prompt, tokens)]
+    margins = [shortfall(row, token) for row, token in zip(logits, tokens, strict=True)]
     first = next((i for i, (row, t) in enumerate(zip(logits, tokens, strict=True)) if int(row.argmax()) != t), None)
     if max(margins, default=0.0) > margin:
         assert first is not None
@@ -283,19 +280,9 @@ def near_tie(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[int], m
     return margins
 
 
-@torch.no_grad()
 def plain_logits(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "T V"]:
-    """Logits that plain decoding, one token a pass, has before each of `tokens`."""
-    cache = model.new_cache(len(prompt) + len(tokens) + 1)
-    no_carriers = torch.empty(1, 0, dtype=torch.long)
-    output = model(torch.tensor([list(prompt)]), Pack.text(len(prompt), no_carriers, 0), cache)
-    cache.advance(len(prompt))
-    rows = [model.logits(output.main[0, -1])]
-    for token in tokens[:-1]:
-        output = model(torch.tensor([[token]]), Pack.tree(chain(1)), cache)
-        cache.advance(1)
-        rows.append(model.logits(output.main[0, -1]))
-    return torch.stack(rows)[: len(tokens)].float()
+    """Logits that plain decoding, one token a pass, has before each of `tokens`, at least one."""
+    return torch.stack(list(agreement.plain_logits(model, prompt, tokens))).float()
 
 
 # --- INV: no trace in the cache ---------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class _Stack:
         return slice(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
-def _room(layers: int, *size: int, dtype: torch.dtype, device: torch.device | str) -> Float[Tensor, "L *size"]:
+def _room(layers: int, *size: int, dtype: torch.dtype, device: torch.device | str) -> Float[Tensor, L * size]:
     """An empty store. The first place of its memory stays empty: compiled code makes a store that begins it a case apart."""
     return torch.zeros(1 + layers, *size, dtype=dtype, device=device)[1:]
 
@@ -81,8 +81,7 @@ class StreamCache:
             layers = tuple(i for i, kept in enumerate(shapes) if kept == shape)
             size = (len(layers), rows, shape.heads, capacity)
             keys, values = (
-                _room(*size, width, dtype=dtype, device=device)
-                for width in (shape.key_size, shape.value_size)
+                _room(*size, width, dtype=dtype, device=device) for width in (shape.key_size, shape.value_size)
             )
             stacks.append(_Stack(layers, keys, values))
         self._take(stacks)

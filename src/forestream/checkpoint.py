@@ -214,7 +214,8 @@ def load(
         CheckpointError: the folder is incomplete or corrupt, or the base is not the one it was trained on.
     """
     manifest = Manifest.read(folder)
-    host, tokenizer = load_base(base or manifest.base.name, dtype)
+    # float16 cannot hold every bfloat16 number: the fingerprint is taken before values are lost.
+    host, tokenizer = load_base(base or manifest.base.name, torch.float32 if dtype == torch.float16 else dtype)
     if (found := fingerprint(host)) != manifest.base.fingerprint:
         raise CheckpointError(
             f"{folder} was trained on {manifest.base.name} with fingerprint {manifest.base.fingerprint[:12]}, but the "

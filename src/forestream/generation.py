@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from forestream.config import Compile, DecodeSettings, SamplingSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
 from forestream.errors import ConfigError, PromptError
+from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.requests import Request
@@ -46,7 +48,7 @@ class Generation:
 
     @property
     def finish(self) -> Finish | None:
-        """"stop" at an end-of-text token, a stop string or a criterion, "length" at the cap; None of no text."""
+        """ "stop" at an end-of-text token, a stop string or a criterion, "length" at the cap; None of no text."""
         return self.steps[-1].finish if self.steps else None
 
     @property
@@ -63,7 +65,8 @@ class Generator:
     - any field of `DecodeSettings`: `max_new_tokens=32`, `nodes=16`;
     - any field of `SamplingSettings`: `temperature=0.7`, `top_p=0.9`, `seed=1`, `repetition_penalty=1.1`;
     - any field of `Request`: `logprobs=5`, `processors=[...]`, `criteria=[...]`, `row=2`;
-    - `stop`, a string or several: the text ends behind the token that completes one of them.
+    - `stop`, a string or several: the text ends behind the token that completes one of them;
+    - `grammar`, a `Grammar` that the text has to follow.
 
     >>> generator = Generator.from_pretrained("adapters/smollm2-135m-e2e")
     >>> generator.generate("name[Aromi], eatType[coffee shop] ->").text
@@ -88,6 +91,7 @@ class Generator:
         self.sampling = sampling or SamplingSettings()
         self.schedule = schedule
         self.eos = end_tokens(model, tokenizer)
+        self._grammars: dict[Grammar, CompiledGrammar] = {}
 
     @classmethod
     def from_pretrained(
@@ -161,7 +165,10 @@ class Generator:
         return self.collect(decode(self.model, request, settings, memory=memory), request.sampling.lossy)
 
     def generate_batch(
-        self, prompts: Sequence[str | Sequence[int] | Request], method: Literal["forestream", "plain"] = "forestream", **asked: Any
+        self,
+        prompts: Sequence[str | Sequence[int] | Request],
+        method: Literal["forestream", "plain"] = "forestream",
+        **asked: Any,
     ) -> list[Generation]:
         """Write after several prompts together; each text is what `generate` writes with `row` set to its number.
 
@@ -169,7 +176,9 @@ class Generator:
         """
         requests, settings = [], self.settings
         for row, prompt in enumerate(prompts):
-            request, settings = self._asked(prompt, {"row": row, **asked} if not isinstance(prompt, Request) else asked)
+            # Whoever keeps a state keeps one for each text.
+            own = asked | {"processors": deepcopy(asked["processors"])} if "processors" in asked else asked
+            request, settings = self._asked(prompt, own if isinstance(prompt, Request) else {"row": row, **own})
             requests.append(request)
         run = (
             plain_batch(self.model, requests, settings)
@@ -213,13 +222,11 @@ class Generator:
         assert isinstance(decoded, str)
         return decoded
 
-    def _asked(
-        self, prompt: str | Sequence[int] | Request, asked: dict[str, Any]
-    ) -> tuple[Request, DecodeSettings]:
+    def _asked(self, prompt: str | Sequence[int] | Request, asked: dict[str, Any]) -> tuple[Request, DecodeSettings]:
         """The request and the settings that a call asks for."""
-        unknown = set(asked) - _TREES - _LAW - _REQUEST - {"stop"}
+        unknown = set(asked) - _TREES - _LAW - _REQUEST - _HERE
         if unknown:
-            known = ", ".join(sorted(_TREES | _LAW | _REQUEST | {"stop"}))
+            known = ", ".join(sorted(_TREES | _LAW | _REQUEST | _HERE))
             raise ConfigError(f"unknown: {', '.join(sorted(unknown))}; what can be asked for is {known}")
         settings = replace(self.settings, **{name: asked[name] for name in asked if name in _TREES})
         if isinstance(prompt, Request):
@@ -236,7 +243,19 @@ class Generator:
             if not all(isinstance(one, str) and one for one in strings):
                 raise ConfigError(f"stop is {stop!r}; expected strings, none of them empty")
             given["criteria"] = (*given.get("criteria", ()), StopStringCriteria(self.tokenizer, strings))
+        if (grammar := asked.get("grammar")) is not None:
+            given["processors"] = (*given.get("processors", ()), self._fitted(grammar).start())
         return Request(**{"prompt": tuple(self._ids(prompt)), "eos": self.eos, "sampling": sampling, **given}), settings
+
+    def _fitted(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar for this model's vocabulary, which is read once."""
+        if grammar not in self._grammars:
+            some = next(iter(self._grammars.values()), None)
+            vocabulary = self.model.port.model.config.vocab_size
+            self._grammars[grammar] = (
+                some.with_grammar(grammar) if some else grammar.compile(self.tokenizer, self.eos, vocabulary)
+            )
+        return self._grammars[grammar]
 
     def _schedule(self, settings: DecodeSettings) -> DecodeSettings | Schedule:
         """The schedule, unless a call asks for other settings."""
@@ -251,6 +270,7 @@ class Generator:
 _TREES = {field.name for field in fields(DecodeSettings)}
 _LAW = {field.name for field in fields(SamplingSettings)}
 _REQUEST = {field.name for field in fields(Request)} - {"prompt", "sampling", "max_new_tokens"}
+_HERE = {"stop", "grammar"}
 
 
 def end_tokens(model: StreamingLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

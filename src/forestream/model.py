@@ -276,11 +276,7 @@ class StreamingLM(nn.Module):
         # may not be the others', get calls of their own.
         rows = [positions] if len(set(rooms)) == 1 else list(positions.split(1))
         tables = [
-            [
-                self.port.rotary(states, part, layer)
-                for part in (row[:, :mains], row[:, mains:])
-                if part.shape[1]
-            ]
+            [self.port.rotary(states, part, layer) for part in (row[:, :mains], row[:, mains:]) if part.shape[1]]
             for row in rows
         ]
         joined = [

@@ -125,7 +125,7 @@ class Row:
             self.request.watch(token, logits, scores)
         if token in self.request.eos or any(self._ends(criterion, scores) for criterion in self.request.criteria):
             self.finish = "stop"
-        elif not self.left:
+        elif self.left <= 0:
             self.finish = "length"
 
     def _ends(self, criterion: Callable[[Tensor, Tensor], object], scores: Float[Tensor, " V"]) -> bool:

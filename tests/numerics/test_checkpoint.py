@@ -129,7 +129,7 @@ def test_by_default_weights_are_stored_in_bfloat16(bases: dict[str, Path], tmp_p
         assert torch.equal(weights[name], tensor.bfloat16().float()), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_everything_loads_in_the_dtype_asked_for(adapter: Path, dtype: torch.dtype) -> None:
     model, _ = checkpoint.load(adapter, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}

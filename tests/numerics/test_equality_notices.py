@@ -1,6 +1,7 @@
 """One thing made wrong at a time: comparing texts with those of plain decoding must notice each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from forestream import decode as loop
 from forestream.cache import StreamCache
+from forestream.drafting import DraftTree
 from forestream.masks import additive
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.verify import Verdict, verify
 from subject import lively, model_of
 from zoo import HOSTS
 
@@ -24,7 +27,7 @@ def one_wrong_edge(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(pack: Pack) -> torch.Tensor:
         seen: torch.Tensor = right(pack).clone()
-        if pack.mains > 2 and pack.depths[2] == 1:  # plain decoding and prompts have no siblings
+        if pack.mains > 2 and pack.depths[0, 2] == 1:  # plain decoding and prompts have no siblings
             seen[:, 1, 2] = True
         return seen
 
@@ -46,39 +49,28 @@ def commit_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last accepted node's neighbour is committed in its place."""
     right = StreamCache.commit
 
-    def wrong(cache: StreamCache, layers: range, path: Sequence[int]) -> None:
-        right(cache, layers, [*path[:-1], path[-1] + 1] if len(path) > 1 else path)
+    def wrong(cache: StreamCache, layers: range, path: Sequence[int], row: int) -> None:
+        right(cache, layers, [*path[:-1], path[-1] + 1] if len(path) > 1 else path, row)
 
     monkeypatch.setattr(StreamCache, "commit", wrong)
 
 
 def trunk_paths_for_stream_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """After pruning, trunk layers commit the survivors' numbers in place of the nodes' own."""
-    right = loop.check
+    right = loop.commit
 
-    def wrong(model: StreamingLM, tree: Any, cache: Any, *rest: Any) -> Any:
-        commit, paths = cache.commit, {}
+    def wrong(model: StreamingLM, checked: loop.Checked, *rest: Any) -> None:
+        survivors = tuple(tuple(range(len(kept))) for kept in checked.kept)
+        right(model, replace(checked, kept=survivors), *rest)
 
-        def record(layers: range, path: Sequence[int]) -> None:
-            paths[layers] = list(path)
-            if layers == model.stream_layers:
-                commit(model.trunk_layers, path)
-                commit(layers, path)
-
-        cache.commit = record
-        try:
-            return right(model, tree, cache, *rest)
-        finally:
-            cache.commit = commit
-
-    monkeypatch.setattr(loop, "check", wrong)
+    monkeypatch.setattr(loop, "commit", wrong)
 
 
 def window_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tree passes see one key more than the window."""
 
-    def wrong(pack: Pack, committed: int, positions: Any, window: int | None, *rest: Any) -> torch.Tensor:
-        wider = window + 1 if window is not None and pack.mains > 1 and committed else window
+    def wrong(pack: Pack, committed: Sequence[int], positions: Any, window: int | None, *rest: Any) -> torch.Tensor:
+        wider = window + 1 if window is not None and pack.mains > 1 and any(committed) else window
         return additive(pack, committed, positions, wider, *rest)
 
     monkeypatch.setattr("forestream.model.additive", wrong)
@@ -86,16 +78,15 @@ def window_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first child is accepted whatever the main stream says."""
-    right = loop.verify
 
-    def wrong(tree: Any, choices: Sequence[int]) -> Any:
-        verdict = right(tree, choices)
-        children = tree.topology.children[verdict.path[-1]]
+    def wrong(tree: DraftTree, choose: Callable[[int], int], over: Callable[[], bool]) -> Verdict:
+        verdict = verify(tree, choose, over)
+        children = tree.topology.children[0]
         if not children or len(verdict.path) > 1:
             return verdict
-        return type(verdict)((*verdict.path, children[0]), choices[children[0]])
+        return Verdict((0, children[0]), choose(children[0]))
 
-    monkeypatch.setattr(loop, "verify", wrong)
+    monkeypatch.setattr("forestream.rows.verify", wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from oracle import prefilled
 from stretched import BORDER, stretched
 from subject import CARRIERS, stock_text, subject
 from treepass import TOKENS, TREE, close, tree_pass
-from wrapped import STREAMS, prompt, wrapped
+from wrapped import STREAMS, prompt
 from zoo import HOSTS
 
 every_host = pytest.mark.parametrize("host", HOSTS)

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
+from forestream.agreement import first_difference_margin
 from forestream.bench.methods import PLAIN, Method
 from forestream.errors import ConfigError, ForestreamError
 from forestream.model import StreamingLM
-from forestream.packing import Pack
 from forestream.steps import Counters, tokens_of
 
 
@@ -138,33 +136,3 @@ def _records(methods: Sequence[Method], prompts: Sequence[Sequence[int]]) -> dic
     if not prompts:
         raise ConfigError("there is no prompt to run")
     return records
-
-
-@torch.inference_mode()
-def first_difference_margin(
-    model: StreamingLM, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
-) -> float:
-    """How far apart the two tokens' logits are where the texts part, given the text before.
-
-    A small margin is rounding at a near tie; a large one is a fault. The logits are those of one pass over the text
-    before, so below float32 they are themselves rounded a little differently from either method's.
-
-    Raises:
-        ForestreamError: one text is a prefix of the other, which no rounding explains.
-    """
-    place = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
-    if place is None:
-        raise ForestreamError(
-            f"of two texts one stops after {min(len(plain), len(other))} tokens and the other goes on; this is a fault "
-            "of the decoding loop, please report it with the prompt"
-        )
-    text = [*prompt, *plain[:place]]
-    logits = next_logits(model, text)
-    return float((logits[plain[place]] - logits[other[place]]).abs())
-
-
-def next_logits(model: StreamingLM, text: Sequence[int]) -> torch.Tensor:
-    """Logits [V] of the token after `text`, in float32, by one pass over it."""
-    ids = torch.tensor([list(text)], device=model.device)
-    output = model(ids, Pack.text(len(text), torch.zeros(1, 0, dtype=torch.long), 0))
-    return model.logits(output.main[0, -1:])[0].float()

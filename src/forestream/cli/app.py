@@ -1,4 +1,7 @@
-"""The commands put together; an error of ours becomes one line on stderr and exit code 1."""
+"""The commands put together; an error of ours becomes one line on stderr and exit code 1.
+
+Of `verify`, 1 is an answer: its errors exit with 2.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
 from forestream.cli.tune import tune
+from forestream.cli.verify import verify
 from forestream.errors import ForestreamError
 
 
@@ -29,7 +33,7 @@ class _OneLineErrors(TyperGroup):
             Console(stderr=True, soft_wrap=True).print(
                 f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False
             )
-            raise typer.Exit(1) from error
+            raise typer.Exit(2 if ctx.invoked_subcommand == "verify" else 1) from error
 
 
 app = typer.Typer(
@@ -52,6 +56,7 @@ app.command("inspect")(inspect_adapter)
 app.command()(train)
 app.command()(evaluate)
 app.command()(bench)
+app.command()(verify)
 app.command()(profile)
 app.command()(tune)
 app.command()(cost)

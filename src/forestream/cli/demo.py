@@ -155,7 +155,7 @@ def _introduction(generator: Generator, folder: Path, dtype: options.DType) -> T
 
 def _compare(generator: Generator, console: Console, number: int, prompt: str, prompts: int) -> Pair:
     """Write one prompt both ways, in view."""
-    from forestream.bench.runner import first_difference_margin
+    from forestream.agreement import first_difference_margin
     from forestream.cli.stage import Side, Stage
     from forestream.data import prompt_ids
 

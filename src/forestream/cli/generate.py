@@ -12,6 +12,7 @@ from rich.console import Console
 
 from forestream.cli import options
 from forestream.cli.output import write_json
+from forestream.cli.prompts import numbered_lines
 from forestream.cli.writing import Writing, figures, heading, speed_line
 from forestream.errors import PromptError
 
@@ -110,8 +111,7 @@ def _prompts(prompt: str | None, file: Path | None) -> list[str]:
         text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is no UTF-8 text ({error.reason} at byte {error.start})") from error
-    # Not splitlines(): prompts may hold form feeds and other rare separators.
-    prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    prompts = [line for _, line in numbered_lines(text)]
     if not prompts:
         raise PromptError(f"found no prompt in {name}; expected one per line")
     return prompts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.text import Text
 
 from forestream.config import DecodeSettings
-from forestream.writing import Piece, Writing
+from forestream.writing import Piece
 
 if TYPE_CHECKING:
     from forestream.generation import Generator

@@ -36,7 +36,7 @@ def plain(
 def plain_batch(
     model: StreamingLM, requests: Sequence[Request], settings: DecodeSettings, memory: Memory | None = None
 ) -> Iterator[list[tuple[int, Step]]]:
-    """Write several texts together, one token each a pass. Arguments, errors and what is yielded as in `decode_batch`."""
+    """Write several texts together, one token each a pass. Arguments, errors and yields as in `decode_batch`."""
     begun = begin(model, requests, settings, 0, 1, memory)
     if begun is None:
         return

@@ -45,8 +45,9 @@ class _Stack:
         return slice(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
-def _room(layers: int, *size: int, dtype: torch.dtype, device: torch.device | str) -> Float[Tensor, L * size]:
-    """An empty store. The first place of its memory stays empty: compiled code makes a store that begins it a case apart."""
+def _room(layers: int, *size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An empty store [layers, *size]."""
+    # The first place of its memory stays empty: compiled code makes a store that begins its memory a case apart.
     return torch.zeros(1 + layers, *size, dtype=dtype, device=device)[1:]
 
 

@@ -8,6 +8,7 @@ model is run and can be changed freely: in float32 the shape of the draft trees 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self
 
@@ -203,6 +204,21 @@ GREEDY_BELOW: Final = 1e-5
 """Temperatures under this are greedy decoding."""
 
 
+_LEAST: Final = 1e-9
+
+
+def _word(name: str, word: Iterable[int]) -> tuple[int, ...]:
+    """`word` as a tuple.
+
+    Raises:
+        ConfigError: it is empty or holds something else than token ids.
+    """
+    tokens = tuple(word)
+    if not tokens or not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise ConfigError(f"{name} holds {list(tokens)}; expected sequences of token ids, none of them empty")
+    return tokens
+
+
 @dataclass(frozen=True)
 class SamplingSettings(JsonConfig):
     """The law that the text's tokens are drawn from, with the meaning these names have in `transformers`.
@@ -244,34 +260,28 @@ class SamplingSettings(JsonConfig):
     def __post_init__(self) -> None:
         in_range("temperature", self.temperature, 0.0)
         whole("top_k", self.top_k, 0)
-        in_range("top_p", self.top_p, 0.0, 1.0)
+        in_range("top_p", self.top_p, _LEAST, 1.0)
         in_range("min_p", self.min_p, 0.0, 1.0)
-        in_range("repetition_penalty", self.repetition_penalty, 0.0)
-        for name, least in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
-            if least == 0:
-                raise ConfigError(f"{name} is 0; expected more than 0")
+        in_range("repetition_penalty", self.repetition_penalty, _LEAST)
         for name in ("presence_penalty", "frequency_penalty"):
             in_range(name, getattr(self, name), -1e4, 1e4)
         whole("min_new_tokens", self.min_new_tokens, 0)
         whole("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.mirror, bool):
             raise ConfigError(f"mirror is {self.mirror!r}; expected true or false")
-        words = tuple(tuple(word) for word in self.bad_words)
-        bias = tuple((tuple(word), float(number)) for word, number in self.logit_bias)
-        object.__setattr__(self, "bad_words", words)  # JSON knows lists only
+        # JSON knows lists only
+        object.__setattr__(self, "bad_words", tuple(_word("bad_words", word) for word in self.bad_words))
+        bias = tuple((_word("logit_bias", word), float(number)) for word, number in self.logit_bias)
         object.__setattr__(self, "logit_bias", bias)
-        for name, sequences in (("bad_words", words), ("logit_bias", tuple(word for word, _ in bias))):
-            for word in sequences:
-                if not word or not all(isinstance(token, int) and token >= 0 for token in word):
-                    raise ConfigError(f"{name} holds {word!r}; expected sequences of token ids, none of them empty")
         one_of("accept", self.accept, ("exact", "typical", "top_k", "ratio"))
         if self.lossy != (self.threshold is not None):
             wanted = "a threshold" if self.lossy else "none: it belongs to the lossy rules"
             raise ConfigError(f"accept is {self.accept!r} with threshold {self.threshold}; expected {wanted}")
-        if self.accept == "top_k":
-            whole("threshold", self.threshold, 1)
-        elif self.threshold is not None:
-            in_range("threshold", self.threshold, 0.0, 1.0)
+        if self.threshold is not None:
+            if self.accept == "top_k":
+                whole("threshold", self.threshold, 1)  # type: ignore[arg-type]  # which is what is checked
+            else:
+                in_range("threshold", self.threshold, 0.0, 1.0)
 
     @property
     def greedy(self) -> bool:

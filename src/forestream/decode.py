@@ -1,4 +1,4 @@
-"""The decoding loop: draft, check, commit, and draft again from the accepted node. For one text, or several together."""
+"""The decoding loop: draft, check, commit, and draft again from the accepted node. One text, or several together."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def decode_batch(
     rows, numbers, cache, drafts = begun.rows, begun.numbers, begun.cache, begun.streams
     yield list(zip(numbers, begun.steps, strict=True))
     if going := _going(rows, cache):
-        rows, numbers, drafts = ([of[i] for i in going] for of in (rows, numbers, drafts))
+        rows, numbers = [rows[i] for i in going], [numbers[i] for i in going]
+        drafts = [drafts[i] for i in going]
     while going:
         began = perf_counter()
         plan = plans[schedule.least(len(rows))]
@@ -111,7 +112,7 @@ def decode_batch(
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings with what follows from them for a model: G, the pruning rule, the drafter, and slots of a pass at most."""
+    """Settings with what follows from them for a model: G, pruning rule, drafter, and slots of a pass at most."""
 
     settings: DecodeSettings
     streams: int

@@ -109,7 +109,7 @@ class Pack:
         return torch.where(self.indices[None, None, :] == 0, self.ancestors[tree, query, key], own)
 
     def positions(self, committed: int | Int[Tensor, "B 1"], rule: Literal["ahead", "same"]) -> Int[Tensor, "B Q"]:
-        """Position id of every slot behind `committed` tokens; "ahead" gives stream j of a node at t the place t + j."""
+        """Position id of every slot behind `committed` tokens; "ahead" gives stream j of a node at t place t + j."""
         own = self.depths.expand(len(self.nodes), -1).gather(1, self.nodes) + committed
         return own + self.indices if rule == "ahead" else own
 

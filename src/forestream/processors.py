@@ -23,7 +23,7 @@ from forestream.config import SamplingSettings
 from forestream.sampling import Processor
 
 
-class WrittenPenalty(LogitsProcessor):  # type: ignore[misc]  # the host library is untyped
+class WrittenPenalty(LogitsProcessor):
     """Presence and frequency penalties: they look at the text that was written, not at the prompt."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.config import SamplingSettings
 from forestream.sampling import Processor
+
+GREEDY: Final = SamplingSettings()
 
 # Called with a token, the logits [V] it came from, and what the processors made of them.
 Watch = Callable[[int, Tensor, Tensor], None]
@@ -42,7 +44,7 @@ class Request:
 
     prompt: tuple[int, ...]
     eos: tuple[int, ...] = ()
-    sampling: SamplingSettings = SamplingSettings()
+    sampling: SamplingSettings = GREEDY
     processors: tuple[Processor, ...] = ()
     criteria: tuple[Criterion, ...] = ()
     max_new_tokens: int | None = None

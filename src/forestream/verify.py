@@ -29,8 +29,8 @@ def verify(tree: DraftTree, choose: Callable[[int], int], over: Callable[[], boo
     """Walk from the root and accept a child for as long as it carries the main stream's choice at its parent.
 
     The choice is asked for once at every node of the path, in order, and nowhere else: whatever has a state (random
-    draws, processors, grammars) goes through what it would go through in plain decoding. This is the whole rule: a draft
-    is never compared with a probability, so the law of the text is the law of the choices.
+    draws, processors, grammars) goes through what it would go through in plain decoding. This is the whole rule: a
+    draft is never compared with a probability, so the law of the text is the law of the choices.
 
     Args:
         tree: the nodes that were checked.

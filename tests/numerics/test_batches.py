@@ -73,7 +73,7 @@ def test_rows_on_both_sides_of_a_border_of_rotary_frequencies(kind: str) -> None
 def test_a_finished_row_leaves_the_work() -> None:
     model, seen = wrapped("llama"), []
     forward = model.port.embed
-    model.port.embed = lambda ids, positions: (seen.append(len(ids)), forward(ids, positions))[1]  # type: ignore
+    model.port.embed = lambda ids, positions: (seen.append(len(ids)), forward(ids, positions))[1]  # type: ignore[method-assign]
     together(model, requests((4, 4, 4), (3, 9, 15)), None)
     assert seen == [1, 1, 1] + [3] * 2 + [2] * 6 + [1] * 6
 
@@ -91,7 +91,7 @@ def test_no_logits_of_any_row_are_undefined(monkeypatch: pytest.MonkeyPatch) -> 
 def test_prompts_that_are_shared_are_read_once() -> None:
     model, seen = wrapped("llama"), []
     forward = model.port.embed
-    model.port.embed = lambda ids, positions: (seen.append(ids.shape), forward(ids, positions))[1]  # type: ignore
+    model.port.embed = lambda ids, positions: (seen.append(ids.shape), forward(ids, positions))[1]  # type: ignore[method-assign]
     asked = [replace(one, prompt=prompt(30)) for one in requests((1, 1, 1), 5)]
     texts = [tokens_of(steps) for steps in together(model, asked, None)]
     assert seen[0] == (1, 30)
@@ -142,7 +142,7 @@ def test_rows_hold_their_own_text_and_no_holes() -> None:
     """G03, G06: after passes of ragged trees, each row's keys and values are those of a fresh prefill."""
     model, caches = wrapped("llama"), []
     fresh = model.new_cache
-    model.new_cache = lambda capacity, rows=1: caches.append(fresh(capacity, rows)) or caches[-1]  # type: ignore
+    model.new_cache = lambda capacity, rows=1: caches.append(fresh(capacity, rows)) or caches[-1]  # type: ignore[method-assign]
     asked = requests((5, 1, 9), 30)
     truths = [tokens_of(alone(model, one)) for one in asked]
     run = decode_batch(model, asked, DecodeSettings(nodes=6))

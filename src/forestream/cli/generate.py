@@ -13,8 +13,9 @@ from rich.console import Console
 from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.prompts import numbered_lines
-from forestream.cli.writing import Writing, figures, heading, speed_line
+from forestream.cli.writing import figures, heading, speed_line
 from forestream.errors import PromptError
+from forestream.writing import Writing
 
 if TYPE_CHECKING:
     from forestream.generation import Generation, Generator

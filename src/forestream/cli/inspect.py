@@ -15,7 +15,8 @@ from forestream.cli import options
 from forestream.cli.demo import PROMPTS
 from forestream.cli.output import write_json
 from forestream.cli.summary import summary, summary_table
-from forestream.cli.writing import ACCEPTED, OWN, PRUNED, Writing, coloured, figures, heading
+from forestream.cli.writing import ACCEPTED, OWN, PRUNED, coloured, figures, heading
+from forestream.writing import Writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from forestream.cli.writing import Piece, Writing, coloured
+from forestream.cli.writing import coloured
+from forestream.writing import Piece, Writing
 
 if TYPE_CHECKING:
     from forestream.steps import Step

@@ -6,7 +6,8 @@
     ├── CheckpointError      an adapter folder is missing, corrupt, or made for another base
     ├── DataError            rows are missing or not of the expected form
     ├── PromptError          a prompt is empty or leaves no room before the context limit
-    └── CacheError           a layer wrote another number of slots than the pass announced
+    ├── CacheError           a layer wrote another number of slots than the pass announced
+    └── PrecisionWarning     warned, not raised: the base is held in another precision than the adapter was trained on
 
 Messages say what was found, what was expected and what to do.
 """
@@ -38,3 +39,7 @@ class PromptError(ForestreamError, ValueError):
 
 class CacheError(ForestreamError):
     """A layer wrote another number of slots than the pass announced."""
+
+
+class PrecisionWarning(ForestreamError, UserWarning):
+    """Warned, not raised: the base is held in another precision than the adapter was trained on."""

@@ -47,12 +47,13 @@ def load_base(
             ``smollm2-135m`` is not installed.
         CheckpointError: the folder or the hub repository is there, but has no loadable model or tokenizer.
         UnsupportedModel: the model is no causal language model of the host library, needs remote code (which
-            is never run), or refuses the attention backend.
+            is never run), refuses the attention backend, or was quantised before it was saved.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2_folder()) if name == SMOLLM2 else _resolve(name)
     config = _load_config(name, source)
+    _refuse_quantised(name, config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -253,6 +254,20 @@ def _load_config(name: str, source: str) -> Any:
             f"base model {name!r} could not be had from the model hub ({type(error).__name__}: "
             f"{_first_line(error)}); check the network, give a local folder, or use {SMOLLM2!r}"
         ) from error
+
+
+def _refuse_quantised(name: str, config: Any) -> None:
+    """Adapters are recognised by, and merged into, plain weights; those saved as integers are neither."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    found = str(getattr(method, "value", method))
+    raise UnsupportedModel(
+        f"the weights of {name!r} were quantised by {found} before they were saved; expected plain ones, which an "
+        "adapter can be merged into: give the unquantised base, and have it quantised when it is loaded (quantise, "
+        "--quantise int8)"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import copy
 import json
 import shutil
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from forestream.bases import fingerprint, load_base
-from forestream.config import JsonConfig, StreamConfig
-from forestream.errors import CheckpointError
+from forestream.config import JsonConfig, Quantise, StreamConfig
+from forestream.errors import CheckpointError, PrecisionWarning
 from forestream.model import StreamingLM
+from forestream.quantised import quantise as quantise_model
 
 FORMAT = 1
 LORA, STREAMS, MANIFEST, PROVENANCE = (
@@ -39,11 +41,16 @@ LORA, STREAMS, MANIFEST, PROVENANCE = (
 
 @dataclass(frozen=True)
 class BaseModel(JsonConfig):
-    """The base that an adapter belongs to: its name, its family and a print of its weights."""
+    """The base that an adapter belongs to: its name, its family and a print of its weights.
+
+    Attributes:
+        precision: of its weights while the adapter was trained: a dtype's name, int8 or int4; None if not recorded.
+    """
 
     name: str
     family: str
     fingerprint: str
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,12 @@ def _put(aside: Path, folder: Path) -> None:
 
 
 def load(
-    folder: Path, base: str | None = None, dtype: torch.dtype = torch.float32, merge: bool = True
+    folder: Path,
+    base: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    merge: bool = True,
+    quantise: Quantise = "off",
+    device: str = "cpu",
 ) -> tuple[StreamingLM, PreTrainedTokenizerBase]:
     """A model ready to decode, from an adapter folder; joint adapters are merged into the base unless told not to.
 
@@ -209,9 +221,15 @@ def load(
         folder: what `save` wrote.
         base: where to find the base model; by default the name in the manifest.
         dtype: of weights and activations.
+        quantise: what the base's linear layers are held in, once the base was recognised and the adapter merged.
+        device: where the model goes; quantised weights are laid out for it and stay there.
 
     Raises:
         CheckpointError: the folder is incomplete or corrupt, or the base is not the one it was trained on.
+        ConfigError: the base cannot be quantised so, or a joint adapter is to stay unmerged beside quantised weights.
+
+    Warns:
+        PrecisionWarning: the adapter was trained on the base in another precision.
     """
     manifest = Manifest.read(folder)
     # float16 cannot hold every bfloat16 number: the fingerprint is taken before values are lost.
@@ -229,4 +247,24 @@ def load(
         parameter.data = parameter.data.to(dtype)
     if merge and manifest.config.mode == "joint":
         model.merge()
+    model.to(device)
+    quantise_model(model, quantise)
+    _compare_precisions(folder, manifest.base.precision, quantise if quantise != "off" else _name(dtype))
     return model.eval(), tokenizer
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compare_precisions(folder: Path, trained: str | None, here: str) -> None:
+    """Warn if one is quantised and the other is not, or not so; floating-point dtypes are close enough."""
+    integers = ("int8", "int4")
+    if (trained if trained in integers else None) == (here if here in integers else None):
+        return
+    warnings.warn(
+        f"the adapter {folder.name} was trained on its base in {trained or 'floating point'} and runs on it in {here}: "
+        "drafts may be accepted less often; `forestream verify` and `forestream bench` tell how often",
+        PrecisionWarning,
+        stacklevel=3,
+    )

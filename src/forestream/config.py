@@ -17,6 +17,9 @@ from forestream.errors import ConfigError
 Compile = Literal["off", "layer", "full"]
 """How layers are run: as they are, one layer compiled for all alike, or whole spans of layers compiled."""
 
+Quantise = Literal["off", "int8", "int4"]
+"""How the weights of the host's linear layers are held: as they were loaded, or in integers of 8 or 4 bits."""
+
 Shape = tuple[tuple[int, int], ...]
 """A fixed draft tree: (parent, rank) of node 1, node 2, ...; node 0 is the root, rank 0 a stream's best candidate."""
 

@@ -7,7 +7,8 @@
     ├── DataError            rows are missing or not of the expected form
     ├── PromptError          a prompt is empty or leaves no room before the context limit
     ├── GrammarError         a text left its grammar, or the grammar allows no further token
-    └── CacheError           a layer wrote another number of slots than the pass announced
+    ├── CacheError           a layer wrote another number of slots than the pass announced
+    └── PrecisionWarning     warned, not raised: the base is held in another precision than the adapter was trained on
 
 Messages say what was found, what was expected and what to do.
 """
@@ -43,3 +44,7 @@ class GrammarError(ForestreamError):
 
 class CacheError(ForestreamError):
     """A layer wrote another number of slots than the pass announced."""
+
+
+class PrecisionWarning(ForestreamError, UserWarning):
+    """Warned, not raised: the base is held in another precision than the adapter was trained on."""

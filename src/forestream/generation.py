@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
 from forestream.baseline import plain, plain_batch
-from forestream.config import Compile, DecodeSettings, SamplingSettings
+from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
 from forestream.errors import ConfigError, PromptError
@@ -102,19 +102,21 @@ class Generator:
         settings: DecodeSettings | None = None,
         device: str = "cpu",
         compile: Compile = "off",
+        quantise: Quantise = "off",
     ) -> Generator:
         """Load an adapter folder and the base model it was trained on, prepared for decoding.
 
         Args:
             compile: "layer" makes every pass much cheaper, once the first passes have taken some seconds to compile
                 (`warm_up` takes them beforehand); see `StreamingLM.prepare`.
+            quantise: "int8" or "int4" holds the weights of the base's linear layers in integers; needs torchao.
 
         Raises:
             CheckpointError: the folder is missing, incomplete or corrupt, or the base is another one.
-            ConfigError: compiling is asked for and there is no compiler.
+            ConfigError: compiling is asked for and there is no compiler, or quantising and it cannot be done here.
         """
-        model, tokenizer = checkpoint.load(Path(adapter), base, dtype)
-        model.to(device).prepare(compile)
+        model, tokenizer = checkpoint.load(Path(adapter), base, dtype, quantise=quantise, device=device)
+        model.prepare(compile)
         return cls(model, tokenizer, settings)
 
     def warm_up(self) -> None:

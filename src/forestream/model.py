@@ -18,7 +18,7 @@ from forestream import weights
 from forestream.attention import group_heads
 from forestream.cache import PassCache, StreamCache
 from forestream.compiled import CompiledLayers, EagerLayers
-from forestream.config import Compile, StreamConfig, one_of
+from forestream.config import Compile, Quantise, StreamConfig, one_of
 from forestream.errors import ConfigError
 from forestream.masks import additive
 from forestream.packing import Pack
@@ -68,6 +68,7 @@ class StreamingLM(nn.Module):
         for parameter in base.parameters():
             parameter.requires_grad_(False)
         self.prepared: Compile | None = None
+        self.quantised: Quantise = "off"
         self.host: PreTrainedModel | PeftModel = base
         self.start = StreamStart(config, self.port.hidden_size) if config.streams else None
         self.scorer = ExitScorer(self.port.hidden_size, config.scorer_rank) if self._scored() else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("forestream", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+PACKAGES = ("forestream", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "torchao")
 
 
 def collect(arguments: Sequence[str] | None = None, program: str = "forestream") -> dict[str, Any]:

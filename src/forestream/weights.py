@@ -75,31 +75,33 @@ def pack(root: nn.Module, groups: Sequence[tuple[str, ...]] = ()) -> None:
     """Replace every linear layer below `root` by a packed one; plain copies of the weights are let go.
 
     Matrices that are also used elsewhere, such as a head tied to the embedding, stay there as they are. LoRA
-    branches are left alone: they are small, and one in front of a frozen weight may be gated.
+    branches are left alone: they are small, and one in front of a frozen weight may be gated. So are quantised layers.
 
     Args:
         groups: names of sibling layers that read the same input and share one matrix.
     """
     for parent in list(root.modules()):
         # A group's layers are children of one module, possibly each below a LoRA layer of its own.
-        found = {name: _place(parent, name) for name, _ in parent.named_children()}
+        found = {name: place(parent, name) for name, _ in parent.named_children()}
         for group in groups:
             places = [found.get(name) for name in group]
-            if all(places) and len({_linear(*place)[1] is None for place in places if place}) == 1:
-                _replace([place for place in places if place])
+            if all(places) and len({_linear(*one)[1] is None for one in places if one}) == 1:
+                _replace([one for one in places if one])
         for name in found:
-            if (place := _place(parent, name)) is not None:
-                _replace([place])
+            if (alone := place(parent, name)) is not None:
+                _replace([alone])
 
 
-def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+def place(parent: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     """Where the plain linear layer that `parent` calls `name` is kept, or None if that is none."""
     if isinstance(parent, LoraLayer | nn.ModuleDict):
         return None
     child = getattr(parent, name)
     if isinstance(child, LoraLayer):
         parent, name, child = child, "base_layer", child.base_layer
-    return (parent, name) if type(child) in (nn.Linear, Conv1D) else None
+    # A weight of another type is quantised, and the layer around it multiplies in its own way.
+    plain = type(child) in (nn.Linear, Conv1D) and type(child.weight) is nn.Parameter
+    return (parent, name) if plain else None
 
 
 def _linear(parent: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
@@ -110,8 +112,8 @@ def _linear(parent: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _replace(places: Sequence[tuple[nn.Module, str]]) -> None:
-    weights = [_linear(*place)[0] for place in places]
-    biases = [bias for _, bias in (_linear(*place) for place in places) if bias is not None]
+    weights = [_linear(*one)[0] for one in places]
+    biases = [bias for _, bias in (_linear(*one) for one in places) if bias is not None]
     bias = torch.cat(biases) if biases else None
     matrix = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
     packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _ROWS)

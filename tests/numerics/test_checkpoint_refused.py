@@ -107,7 +107,7 @@ def test_missing_keys_are_named(adapter: Path) -> None:
     whole = (adapter / MANIFEST).read_text()
     values = json.loads(whole)
     for place in ("config", "base"):
-        for key in values[place]:
+        for key in set(values[place]) - {"precision"}:  # only what is warned of depends on that
             rewrite(adapter, lambda values, place=place, key=key: values[place].pop(key))
             assert key in refusal(adapter)
             (adapter / MANIFEST).write_text(whole)

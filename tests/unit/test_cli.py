@@ -35,7 +35,7 @@ FIGURES = {
     "decode_seconds",
     "tokens_per_second",
 }
-HEADING = {"adapter", "base", "dtype", "settings", "provenance"}
+HEADING = {"adapter", "base", "dtype", "quantise", "settings", "provenance"}
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +350,31 @@ def test_the_stage_hands_steps_on_and_draws_both_sides() -> None:
     assert right.text.plain == "some words"
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(title in output for title in ("left", "right", "0 passes, 0.0 tokens/s"))
+
+
+# --- quantised bases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default::forestream.errors.PrecisionWarning")
+def test_a_quantised_base_writes_its_own_plain_text_and_a_line_warns(adapter: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    common = ("generate", "--adapter", adapter, *FLOAT32, "--max-new-tokens", 24, "--quantise", "int8")
+    plain = done(*common, "--plain", PROMPT)
+    drafted = done(*common, "--json", tmp_path / "out.json", PROMPT)
+    assert drafted.stdout == plain.stdout
+    warned = " ".join(drafted.stderr.split())
+    assert warned.count("was trained on its base in floating point and runs on it in int8") == 1
+    assert "PrecisionWarning" not in warned
+    assert json.loads((tmp_path / "out.json").read_text())["quantise"] == "int8"
+
+
+@pytest.mark.filterwarnings("default::forestream.errors.PrecisionWarning")
+def test_bench_records_what_weights_are_held_in(adapter: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    arguments = ("--task", "synthetic", "--limit", 1, "--max-new-tokens", 6, "--quantise", "int8", "--json")
+    methods = ("--methods", "plain,forestream,transformers")
+    result = done("bench", "--adapter", adapter, *FLOAT32, *methods, *arguments, tmp_path / "out.json")
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["settings"]["quantise"] == "int8"
+    assert all(row["equal_outputs"] == 1 for row in record["methods"].values())
+    assert " ".join(result.stderr.split()).count("runs on it in int8") == 1

@@ -130,6 +130,20 @@ def test_the_adapters_own_file_counts_on_the_machine_it_was_made_on(
     assert "used all the same" in " ".join(capsys.readouterr().err.split())
 
 
+def test_settings_for_plain_weights_are_not_used_with_quantised_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = this_setup("float32", "cpu", "off")
+    (tmp_path / FILE).write_text(Tuned(here, DecodeSettings(nodes=3)).to_json())
+    arguments = (None, tmp_path, options.DType.float32, "cpu", options.CompileForm.off)
+    assert options.tuned(*arguments, options.QuantiseForm.int8) is None
+    assert "another dtype; not used" in " ".join(capsys.readouterr().err.split())
+    setup = replace(here, dtype=options.precision(options.DType.float32, options.QuantiseForm.int8))
+    (tmp_path / FILE).write_text(Tuned(setup, DecodeSettings(nodes=4)).to_json())
+    assert options.tuned(*arguments, options.QuantiseForm.int8) == DecodeSettings(nodes=4)
+    assert chosen(tmp_path) is None
+
+
 def test_options_go_before_a_settings_file() -> None:
     shaped = DecodeSettings(tree="static", shape=((0, 0),), streams=2, carriers="deferred")
     assert options.settings_from(shaped) == shaped

@@ -5,6 +5,7 @@ Of `verify`, 1 is an answer: its errors exit with 2.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import typer
@@ -48,6 +49,9 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Speculative Streaming: a model that drafts its own next tokens while it checks the last ones."""
+    for name in ("torchao", "torch.utils._pytree"):
+        # The host library imports torchao where it is installed, which then complains of parts for other machines.
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 app.command()(demo)

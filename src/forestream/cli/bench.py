@@ -33,6 +33,7 @@ def bench(
     ] = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
     max_new_tokens: Annotated[
@@ -71,7 +72,7 @@ def bench(
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
     decoding = options.settings_from(
-        options.tuned(settings, adapter, dtype, device, compile),
+        options.tuned(settings, adapter, dtype, device, compile, quantise),
         tree=tree,
         nodes=nodes,
         k=k,
@@ -81,8 +82,8 @@ def bench(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, decoding, device, compile)
-    stock = partial(options.load_host, adapter, base, dtype, device)
+    generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
+    stock = partial(options.load_host, adapter, base, dtype, device, quantise)
     compared = [method(name.strip(), generator, prune_methods_below, stock) for name in methods.split(",")]
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     with counted("prompts", len(prompts)) as advance:
@@ -94,6 +95,7 @@ def bench(
             "task": task,
             "split": split,
             "dtype": dtype.value,
+            "quantise": quantise.value,
             "device": device,
             "compile": generator.model.prepared,
             "batch_size": 1,

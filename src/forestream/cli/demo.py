@@ -80,6 +80,7 @@ def demo(
     adapter: options.ShippedAdapter = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     max_new_tokens: options.MaxNewTokens = 96,
     settings: options.Settings = None,
     nodes: options.Nodes = None,
@@ -102,9 +103,9 @@ def demo(
     first_difference_margin), total (plain, forestream, speedup, identical), and what it was run with.
     """
     folder = options.shipped_adapter(adapter)
-    tuned = options.tuned(settings, folder, dtype, device, compile)
+    tuned = options.tuned(settings, folder, dtype, device, compile, quantise)
     decoding = options.settings_from(tuned, nodes=nodes, max_new_tokens=max_new_tokens)
-    generator = options.load_generator(folder, base, dtype, decoding, device, compile)
+    generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     console = Console(highlight=False)
     prompts = tuple(prompt) if prompt else PROMPTS
     with Console(stderr=True).status("warming up: compiling, and one text by each method, not counted"):
@@ -112,7 +113,7 @@ def demo(
             generator.settings = _fastest(generator, prompts[0])
         generator.collect(generator.plain_steps(prompts[0]))
         generator.generate(prompts[0])
-    console.print(_introduction(generator, folder, dtype))
+    console.print(_introduction(generator, folder, options.precision(dtype, quantise)))
     pairs = [_compare(generator, console, number, given, len(prompts)) for number, given in enumerate(prompts, 1)]
     plain, ours = (_sum([getattr(pair, side).counters for pair in pairs]) for side in ("plain", "ours"))
     console.print(_table(pairs, plain, ours, console.width))
@@ -142,10 +143,10 @@ def _fastest(generator: Generator, prompt: str) -> DecodeSettings:
     return max(tried, key=lambda settings: speeds[settings])
 
 
-def _introduction(generator: Generator, folder: Path, dtype: options.DType) -> Text:
+def _introduction(generator: Generator, folder: Path, precision: str) -> Text:
     model, settings = generator.model, generator.settings
     return Text.assemble(
-        f"adapter {folder.name} ({model.stream_config.mode}, {model.stream_config.streams} streams), {dtype}, "
+        f"adapter {folder.name} ({model.stream_config.mode}, {model.stream_config.streams} streams), {precision}, "
         f"{tree_form(settings)}, streams {settings.carriers}\n",
         ("drafted, then accepted", ACCEPTED),
         "   ",

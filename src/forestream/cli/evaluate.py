@@ -39,6 +39,7 @@ def evaluate(
     ] = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
     max_new_tokens: Annotated[
@@ -60,7 +61,7 @@ def evaluate(
     settings = options.settings_from(max_new_tokens=max_new_tokens or chosen.max_new_tokens)
     # The host library's own generate runs the host's own code.
     form = options.CompileForm.off if way == Way.batched else compile
-    generator = options.load_generator(adapter, base, dtype, settings, device, form)
+    generator = options.load_generator(adapter, base, dtype, settings, device, form, quantise)
     with counted("inputs", len(examples)) as advance:
         texts = outputs(generator, examples, way.value, batch_size, advance)
     scores = chosen.score(texts, examples)
@@ -73,7 +74,12 @@ def evaluate(
         run = {"adapter": adapter.name, "task": task, "split": split, "inputs": len(examples), "way": way.value}
         record = {
             "provenance": made,
-            "settings": {**run, "dtype": dtype.value, "max_new_tokens": settings.max_new_tokens},
+            "settings": {
+                **run,
+                "dtype": dtype.value,
+                "quantise": quantise.value,
+                "max_new_tokens": settings.max_new_tokens,
+            },
             "scores": {name: round(score, 4) for name, score in scores.items()},
             "outputs": texts,
         }

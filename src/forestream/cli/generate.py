@@ -51,6 +51,7 @@ def generate(
     prune_to: options.PruneTo = None,
     max_new_tokens: options.MaxNewTokens = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
     json_file: options.JsonFile = None,
@@ -65,7 +66,7 @@ def generate(
     Example: forestream generate --adapter adapters/e2e "name[The Copper Kettle], eatType[pub], area[riverside] ->"
     """
     decoding = options.settings_from(
-        options.tuned(settings, adapter, dtype, device, compile),
+        options.tuned(settings, adapter, dtype, device, compile, quantise),
         tree=tree,
         nodes=nodes,
         k=k,
@@ -76,7 +77,7 @@ def generate(
         max_new_tokens=max_new_tokens,
     )
     prompts = _prompts(prompt, file)
-    generator = options.load_generator(adapter, base, dtype, decoding, device, compile)
+    generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     live = sys.stdout.isatty() if stream is None else stream
     done: list[Generation] = []
     for given in prompts:

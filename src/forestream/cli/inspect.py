@@ -46,6 +46,7 @@ def inspect_adapter(
     prune_to: options.PruneTo = None,
     max_new_tokens: options.MaxNewTokens = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     json_file: options.JsonFile = None,
 ) -> None:
@@ -61,7 +62,7 @@ def inspect_adapter(
     Example: forestream inspect --adapter adapters/e2e --prune-below 0.1 --passes 2
     """
     decoding = options.settings_from(
-        options.tuned(settings, adapter, dtype, device, options.CompileForm.off) if settings else None,
+        options.tuned(settings, adapter, dtype, device, options.CompileForm.off, quantise) if settings else None,
         tree=tree,
         nodes=nodes,
         k=k,
@@ -71,7 +72,7 @@ def inspect_adapter(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, decoding, device)
+    generator = options.load_generator(adapter, base, dtype, decoding, device, quantise=quantise)
     console = Console(highlight=False)
     about = summary(adapter, generator.model)
     console.print(summary_table(about, generator.model))

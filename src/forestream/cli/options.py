@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 from rich.console import Console
 
-from forestream.config import Compile, DecodeSettings
-from forestream.errors import CheckpointError, ConfigError
+from forestream.config import Compile, DecodeSettings, Quantise
+from forestream.errors import CheckpointError, ConfigError, PrecisionWarning
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,12 @@ class CompileForm(StrEnum):
     full = "full"
 
 
+class QuantiseForm(StrEnum):
+    off = "off"
+    int8 = "int8"
+    int4 = "int4"
+
+
 Adapter = Annotated[Path, typer.Option("--adapter", help="Adapter folder, as `forestream train` writes it.")]
 ShippedAdapter = Annotated[
     Path | None,
@@ -82,6 +88,14 @@ CompileHow = Annotated[
         help="How layers run. layer: one layer is compiled, in some seconds at the first passes, and serves all; full: "
         "all layers in one piece, a little faster after minutes; off: as they are; auto: layer if there is a C++ "
         "compiler.",
+    ),
+]
+QuantiseHow = Annotated[
+    QuantiseForm,
+    typer.Option(
+        "--quantise",
+        help="Hold the weights of the base's linear layers in integers of 8 or 4 bits, once the adapter is merged; "
+        "activations keep --dtype. Needs torchao: pip install 'forestream[quantised]'.",
     ),
 ]
 Settings = Annotated[
@@ -199,7 +213,19 @@ def compile_how(form: CompileForm) -> Compile:
     return "layer" if form == CompileForm.auto and has_compiler() else "off"
 
 
-def tuned(settings: Path | None, adapter: Path, dtype: DType, device: str, form: CompileForm) -> DecodeSettings | None:
+def precision(dtype: DType, quantise: QuantiseForm) -> str:
+    """What a set-up calls the dtype of activations together with what weights are held in."""
+    return dtype.value if quantise == QuantiseForm.off else f"{dtype.value} with {quantise.value} weights"
+
+
+def tuned(
+    settings: Path | None,
+    adapter: Path,
+    dtype: DType,
+    device: str,
+    form: CompileForm,
+    quantise: QuantiseForm = QuantiseForm.off,
+) -> DecodeSettings | None:
     """What `forestream tune` chose, from the file given or else the adapter's own, if that is for this set-up.
 
     Raises:
@@ -211,7 +237,7 @@ def tuned(settings: Path | None, adapter: Path, dtype: DType, device: str, form:
     if settings is None and not path.is_file():
         return None
     found = Tuned.read(path)
-    here = this_setup(dtype.value, device, compile_how(form))
+    here = this_setup(precision(dtype, quantise), device, compile_how(form))
     if found.setup != here:
         differing = [name for name, value in vars(here).items() if value != getattr(found.setup, name)]
         note = f"{path} was tuned for another {', '.join(differing)}"
@@ -248,12 +274,13 @@ def load_generator(
     settings: DecodeSettings | None = None,
     device: str = "cpu",
     form: CompileForm = CompileForm.off,
+    quantise: QuantiseForm = QuantiseForm.off,
 ) -> Generator:
     """The adapter and its base, ready to write, behind a spinner on stderr.
 
     Raises:
         CheckpointError: the adapter folder is missing, incomplete or corrupt, or the base is another one.
-        ConfigError: the base or the device cannot be had.
+        ConfigError: the base or the device cannot be had, or the base cannot be quantised here.
     """
     console = Console(stderr=True)
     with console.status("loading the libraries"):
@@ -267,22 +294,40 @@ def load_generator(
     spinner = console.status(f"loading {name} (a first use prepares the base model, once: about half a minute)")
     with spinner, _known_warnings():
         return Generator.from_pretrained(
-            adapter, base, torch_dtype(dtype), settings, torch_device(device), compile_how(form)
+            adapter, base, torch_dtype(dtype), settings, torch_device(device), compile_how(form), _how(quantise)
         )
 
 
-def load_host(adapter: Path, base: str | None, dtype: DType, device: str) -> StreamingLM:
+def _how(form: QuantiseForm) -> Quantise:
+    return "int8" if form == QuantiseForm.int8 else "int4" if form == QuantiseForm.int4 else "off"
+
+
+def load_host(
+    adapter: Path, base: str | None, dtype: DType, device: str, quantise: QuantiseForm = QuantiseForm.off
+) -> StreamingLM:
     """The model with its adapter merged, as the host library made it: nothing packed, nothing compiled."""
     from forestream import checkpoint
 
     spinner = Console(stderr=True).status("loading the base once more, for the host library's own generate")
     with spinner, _known_warnings():
-        return checkpoint.load(adapter, base, torch_dtype(dtype))[0].to(torch_device(device))
+        warnings.simplefilter("ignore", PrecisionWarning)  # said when the adapter was loaded first
+        how = _how(quantise)
+        return checkpoint.load(adapter, base, torch_dtype(dtype), quantise=how, device=torch_device(device))[0]
 
 
 @contextmanager
 def _known_warnings() -> Iterator[None]:
+    """Our own warnings as a line on stderr; some of the libraries' not at all."""
     with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, PrecisionWarning):
+                Console(stderr=True).print(f"{message}", style="yellow", highlight=False, markup=False)
+            else:
+                usual(message, category, *place, **more)
+
+        warnings.showwarning = cast("Any", show)
         # peft asks transformers for an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         yield

@@ -24,6 +24,7 @@ def profile(
     adapter: options.ShippedAdapter = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
     context: Annotated[int, typer.Option(min=1, help="Tokens in front of the measured passes.")] = 128,
@@ -41,8 +42,8 @@ def profile(
     Measure on an idle machine. Example: forestream profile --output machine.json
     """
     folder = options.shipped_adapter(adapter)
-    generator = options.load_generator(folder, base, dtype, None, device, compile)
-    costs = measure(generator, folder, dtype, device, compile, context)
+    generator = options.load_generator(folder, base, dtype, None, device, compile, quantise)
+    costs = measure(generator, folder, options.precision(dtype, quantise), device, compile, context)
     Console().print(_table(costs))
     if output is not None:
         write_json(output, asdict(costs))
@@ -51,7 +52,7 @@ def profile(
 def measure(
     generator: Generator,
     folder: Path,
-    dtype: options.DType,
+    precision: str,
     device: str,
     compile: options.CompileForm,
     context: int = 128,
@@ -62,7 +63,7 @@ def measure(
     from forestream.profiling import profile as run
     from forestream.tuning import this_setup
 
-    setup = this_setup(dtype.value, device, options.compile_how(compile))
+    setup = this_setup(precision, device, options.compile_how(compile))
     with counted("measuring passes", len(ROWS) + ROUNDS) as advance:
         return run(generator.model, Manifest.read(folder).base.name, setup, context=context, advance=lambda: advance(1))
 

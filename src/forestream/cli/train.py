@@ -79,7 +79,7 @@ def train(
     random.Random(seed).shuffle(rows)
     host, tokenizer = load_base(base, options.torch_dtype(dtype))
     host.to(options.torch_device(device))
-    origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host))
+    origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host), dtype.value)
     layers = stream_layers or max(1, host.config.num_hidden_layers // 2)
     torch.manual_seed(seed)
     model = training_model(host, StreamConfig(streams=streams, stream_layers=layers, mode=mode.value))

@@ -36,6 +36,7 @@ def tune(
     ] = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
+    quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
     profile: Annotated[
@@ -70,10 +71,11 @@ def tune(
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
-    generator = options.load_generator(folder, base, dtype, decoding, device, compile)
+    generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
+    precision = options.precision(dtype, quantise)
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     costs = (
-        measure(generator, folder, dtype, device, compile)
+        measure(generator, folder, precision, device, compile)
         if profile is None
         else Profile.from_dict(json.loads(profile.read_text()))
     )
@@ -88,12 +90,12 @@ def tune(
     errors = [_error(one, results[one.name]) for one in best]
     Console().print(_table(best, results, costs, name))
     Console().print(f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}")
-    setup = tuning.this_setup(dtype.value, device, options.compile_how(compile))
+    setup = tuning.this_setup(precision, device, options.compile_how(compile))
     path = output or folder / tuning.FILE
     write_json(path, asdict(tuning.Tuned(setup, settings)))
     Console(stderr=True).print(f"{name} is the fastest; {path} says so", style="dim", highlight=False)
     if json_file is not None:
-        run = {"adapter": folder.name, "task": task, "split": split, "dtype": dtype.value, "prompts": len(prompts)}
+        run = {"adapter": folder.name, "task": task, "split": split, "dtype": precision, "prompts": len(prompts)}
         record: dict[str, Any] = {
             "provenance": made,
             "settings": {**run, "compile": setup.compile, "repeats": repeats, "device": device},

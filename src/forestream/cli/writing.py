@@ -68,6 +68,7 @@ def heading(adapter: Path, generator: Generator) -> dict[str, Any]:
         "adapter": adapter.resolve().name,
         "base": vars(base),
         "dtype": str(dtype).removeprefix("torch."),
+        "quantise": generator.model.quantised,
         "settings": vars(generator.settings),
         "provenance": provenance.collect(),
     }

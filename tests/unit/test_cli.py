@@ -17,10 +17,10 @@ from forestream.checkpoint import LORA, PROVENANCE, STREAMS
 from forestream.cli import app, options
 from forestream.cli.demo import PROMPTS, Pair
 from forestream.cli.stage import Side, Stage
-from forestream.writing import Writing
 from forestream.errors import CheckpointError
 from forestream.generation import Generation, Generator
 from forestream.steps import Counters, Step
+from forestream.writing import Writing
 
 FLOAT32 = ("--dtype", "float32")
 PROMPT = "name[The Blue Door], eatType[pub] ->"

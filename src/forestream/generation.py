@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
 from forestream.baseline import plain, plain_batch
@@ -118,6 +118,11 @@ class Generator:
         model, tokenizer = checkpoint.load(Path(adapter), base, dtype, quantise=quantise, device=device)
         model.prepare(compile)
         return cls(model, tokenizer, settings)
+
+    @property
+    def host(self) -> PreTrainedModel:
+        """The base model with the adapter in it, as the host library knows it."""
+        return self.model.port.model
 
     def warm_up(self) -> None:
         """Meet every kind of pass once, so that none has to be compiled while somebody waits for text."""

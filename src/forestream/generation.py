@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from warnings import warn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
@@ -16,7 +17,7 @@ from forestream.baseline import plain, plain_batch
 from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
-from forestream.errors import ConfigError, PromptError
+from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
@@ -26,6 +27,11 @@ from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
 from forestream.writing import Piece, Writing
 
 _WARM_PROMPT = 24  # tokens
+_DRAFTS_ENOUGH = 50  # passes
+_NOTHING_ACCEPTED = (
+    "not one draft was accepted in {passes} passes, so drafting only cost time. Was the adapter trained on this base,"
+    " and on such prompts, template and all? `forestream inspect` shows what is drafted, `forestream bench` what it brings."
+)
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,8 @@ class Generator:
         counters = Counters()
         counters.extend(done)
         tokens = tokens_of(done)
+        if counters.drafting >= _DRAFTS_ENOUGH and not counters.accepted:
+            warn(AcceptanceWarning(_NOTHING_ACCEPTED.format(passes=counters.drafting)), stacklevel=2)
         return Generation(self.text(tokens), tokens, done, counters, lossy)
 
     def stream(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[str]:

@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/lossy.py --data-dir data --json benchmarks/results/e2e-lossy.json
 
 Where a rule takes a draft, it writes that draft with certainty, so the text's law there is 1 on it and the divergence
-(Kullback and Leibler's, of the law written from the model's law at temperature 1) is -log p(draft). Its mean over tokens is
-reported, in nats per token, beside the task's score, tokens a pass, and seconds. It is an upper bound: drafts that were
-chosen without the rule's help count as if the rule had taken them. Exact decoding has 0.
+(of the law written from the model's law at temperature 1, as Kullback and Leibler have it) is -log p(draft). Its mean
+over tokens is reported, in nats per token, beside the task's score, tokens a pass, and seconds. It is an upper bound:
+drafts that were chosen without the rule's help count as if the rule had taken them. Exact decoding has 0.
 """
 
 from __future__ import annotations

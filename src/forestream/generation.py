@@ -29,8 +29,9 @@ from forestream.writing import Piece, Writing
 _WARM_PROMPT = 24  # tokens
 _DRAFTS_ENOUGH = 50  # passes
 _NOTHING_ACCEPTED = (
-    "not one draft was accepted in {passes} passes, so drafting only cost time. Was the adapter trained on this base,"
-    " and on such prompts, template and all? `forestream inspect` shows what is drafted, `forestream bench` what it brings."
+    "not one draft was accepted in {passes} passes, so drafting only cost time. Was the adapter trained on this base, "
+    "and on such prompts, template and all? `forestream inspect` shows what is drafted, `forestream bench` what it is "
+    "worth."
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from warnings import warn
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
@@ -21,7 +22,7 @@ from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
-from forestream.requests import Request
+from forestream.requests import Request, unpadded
 from forestream.schedule import Schedule
 from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
 from forestream.writing import Piece, Writing
@@ -180,14 +181,23 @@ class Generator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Request],
+        prompts: Sequence[str | Sequence[int] | Request] | Mapping[str, Tensor],
         method: Literal["forestream", "plain"] = "forestream",
         **asked: Any,
     ) -> list[Generation]:
         """Write after several prompts together; each text is what `generate` writes with `row` set to its number.
 
         A prompt that is given several times is read once, and with a temperature each time gives another text.
+
+        Args:
+            prompts: texts, token ids, requests; or what a tokenizer makes of several texts, padded on either side.
+
+        Raises:
+            PromptError: a prompt is empty or leaves no room before the context limit, or has padding inside.
+            ConfigError: a name in `asked` is unknown, or a value is out of range.
         """
+        if isinstance(prompts, Mapping):
+            prompts = unpadded(prompts["input_ids"], prompts.get("attention_mask"))
         requests, settings = [], self.settings
         for row, prompt in enumerate(prompts):
             # Whoever keeps a state keeps one for each text.

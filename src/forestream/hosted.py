@@ -27,7 +27,7 @@ from forestream.config import SamplingSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
 from forestream.generation import Generator
-from forestream.requests import Request
+from forestream.requests import Request, unpadded
 from forestream.steps import Step
 
 # What the host library hands to every method, or makes itself.
@@ -143,7 +143,7 @@ def _requests(
     config: GenerationConfig,
     inputs: dict[str, Any],
 ) -> list[Request]:
-    mask = inputs.get("attention_mask")
+    prompts = unpadded(ids, inputs.get("attention_mask"))
     ends = config.eos_token_id
     eos = () if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),)
     law = SamplingSettings()
@@ -152,10 +152,9 @@ def _requests(
         law = SamplingSettings(temperature=1.0, seed=int(torch.randint(2**62, (1,))))
     asked = []
     for row, own in enumerate(ids):
-        seen = own if mask is None else own[mask[row].bool()]
         asked.append(
             Request(
-                prompt=tuple(seen.tolist()),
+                prompt=prompts[row],
                 eos=eos,
                 sampling=law,
                 processors=tuple(_of_row(one, row) for one in processors),

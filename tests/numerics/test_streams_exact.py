@@ -232,8 +232,8 @@ def test_after_every_step_the_cache_is_a_fresh_prefill(host: str, mode: str, mon
     caches: list[StreamCache] = []
     make = model.new_cache
 
-    def watched(capacity: int) -> StreamCache:
-        caches.append(make(capacity))
+    def watched(capacity: int, rows: int = 1) -> StreamCache:
+        caches.append(make(capacity, rows))
         return caches[-1]
 
     for choices in (

@@ -1,0 +1,70 @@
+"""Requests that ask for what cannot be are refused by name, before anything runs."""
+
+from typing import Any
+
+import pytest
+
+from batch import together
+from forestream.config import DecodeSettings, SamplingSettings
+from forestream.errors import ConfigError, PromptError
+from forestream.requests import Request
+from subject import model_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", (5,)),
+        ("bad_words", 5),
+        ("bad_words", ((True,),)),
+        ("bad_words", ((-1,),)),
+        ("bad_words", ((1.0,),)),
+        ("bad_words", ("ab",)),
+        ("logit_bias", {5: 1.0}),
+        ("logit_bias", ((5, 1.0),)),
+        ("logit_bias", (((5,), "x"),)),
+        ("logit_bias", (((5,), NAN),)),
+        ("logit_bias", (((5,), INF),)),
+        ("logit_bias", (((5,), True),)),
+        ("logit_bias", (((5,),),)),
+        ("temperature", INF),
+        ("temperature", NAN),
+        ("repetition_penalty", INF),
+        ("presence_penalty", NAN),
+    ],
+)
+def test_values_that_make_no_law_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        SamplingSettings(**{name: value})
+
+
+def test_lists_and_a_bias_of_minus_infinity_are_taken() -> None:
+    settings = SamplingSettings(bad_words=[[1, 2]], logit_bias=[[[3], -INF], [(4,), 2]])  # type: ignore[arg-type]
+    assert settings.bad_words == ((1, 2),)
+    assert settings.logit_bias == (((3,), -INF), ((4,), 2.0))
+
+
+@pytest.mark.parametrize("law", [{"bad_words": ((3, 89),)}, {"logit_bias": (((500,), 1.0),)}], ids=str)
+@pytest.mark.parametrize("settings", [DecodeSettings(), None], ids=["drafts", "plain"])
+def test_words_beyond_the_vocabulary_are_refused(law: dict[str, Any], settings: DecodeSettings | None) -> None:
+    asked = Request((1, 2), sampling=SamplingSettings(**law), max_new_tokens=3)
+    with pytest.raises(ConfigError, match=r"holds id (89|500); the model knows 0 to 88"):
+        together(model_of("llama", "joint"), [asked], settings)
+
+
+@pytest.mark.parametrize("strange", [-1, 89])
+def test_prompts_beyond_the_vocabulary_are_refused(strange: int) -> None:
+    with pytest.raises(PromptError, match=f"holds id {strange}; the model knows 0 to 88"):
+        together(model_of("llama", "joint"), [Request((1, strange, 2), max_new_tokens=3)], DecodeSettings())
+
+
+def test_a_row_is_a_number_that_can_key_a_draw() -> None:
+    for row in (-1, 2**64):
+        with pytest.raises(ConfigError, match="row"):
+            Request((1,), row=row)
+    hot = SamplingSettings(temperature=2.0)
+    rows = [Request((1,), sampling=hot, row=row, max_new_tokens=8) for row in (0, 2**63, 2**64 - 1)]
+    found = together(model_of("llama", "joint"), rows, DecodeSettings())
+    assert len({tuple(token for step in steps for token in step.tokens) for steps in found}) == 3

@@ -29,9 +29,9 @@ TREES: dict[str, dict[str, Any]] = {
     "pruned": {"nodes": 16, "prune_to": 6},
 }
 LAWS: tuple[dict[str, Any], ...] = (
-    {"max_new_tokens": 60},
-    {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "top_p": 0.95},
-    {"max_new_tokens": 60, "temperature": 1.5, "seed": 2, "repetition_penalty": 1.2, "mirror": True},
+    {"max_new_tokens": 48},
+    {"max_new_tokens": 48, "temperature": 2.0, "seed": 1, "top_p": 0.95},
+    {"max_new_tokens": 48, "temperature": 1.5, "seed": 2, "repetition_penalty": 1.2, "mirror": True},
 )
 
 

@@ -73,7 +73,7 @@ def test_no_bad_word_is_drafted() -> None:
 def test_mirrored_logits_are_those_of_the_penalties() -> None:
     """Each stream's, with the text so far; unasked, they are handed through as they are."""
     logits = torch.randn(3, 89, generator=torch.Generator().manual_seed(1))
-    law = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 2.0, "top_k": 3}
+    law: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 2.0, "top_k": 3}
     row = Row(Request((4, 7), sampling=SamplingSettings(**law, mirror=True)), 9)
     row.text += [9, 7]
     wanted = logits.clone()

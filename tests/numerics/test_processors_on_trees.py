@@ -203,7 +203,11 @@ def test_criteria_see_the_calls_of_plain_decoding() -> None:
     """Once a token, with the token in it, and the text ends behind the first that says so."""
 
     def ends(log: list[list[int]]) -> Any:
-        return lambda input_ids, scores: log.append(input_ids[0].tolist()) or len(log) == 7
+        def at_the_seventh(input_ids: Tensor, scores: Tensor) -> bool:
+            log.append(input_ids[0].tolist())
+            return len(log) == 7
+
+        return at_the_seventh
 
     wanted: list[list[int]] = []
     found: list[list[int]] = []

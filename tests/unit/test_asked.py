@@ -100,7 +100,7 @@ def test_whatever_has_a_state_has_one_for_each_text(method: Any) -> None:
     """Processors and criteria that a batch shares: each text is the one that is written alone."""
     tokenizer = tiny_tokenizer()
     here = Generator(wrapped(custom("llama", vocab_size=len(tokenizer), num_key_value_heads=2)), tokenizer)
-    law = {"temperature": 2.0, "max_new_tokens": 9}
+    law: dict[str, Any] = {"temperature": 2.0, "max_new_tokens": 9}
     found = here.generate_batch(["ab", "c", "ab"], method, processors=[Third()], criteria=[Fifth()], **law)
     for row, (prompt, one) in enumerate(zip(["ab", "c", "ab"], found, strict=True)):
         alone = here.generate(prompt, processors=[Third()], criteria=[Fifth()], row=row, **law)

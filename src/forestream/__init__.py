@@ -14,9 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forestream.config import DecodeSettings, StreamConfig
+    from forestream.config import DecodeSettings, SamplingSettings, StreamConfig
     from forestream.errors import ForestreamError
     from forestream.generation import Generation, Generator
+    from forestream.grammar import Grammar
+    from forestream.memory import Memory
+    from forestream.requests import Request
+    from forestream.schedule import Schedule
     from forestream.steps import Counters, Step
 
 _HOMES = {
@@ -25,11 +29,29 @@ _HOMES = {
     "ForestreamError": "forestream.errors",
     "Generation": "forestream.generation",
     "Generator": "forestream.generation",
+    "Grammar": "forestream.grammar",
+    "Memory": "forestream.memory",
+    "Request": "forestream.requests",
+    "SamplingSettings": "forestream.config",
+    "Schedule": "forestream.schedule",
     "Step": "forestream.steps",
     "StreamConfig": "forestream.config",
 }
 
-__all__ = ["Counters", "DecodeSettings", "ForestreamError", "Generation", "Generator", "Step", "StreamConfig"]
+__all__ = [
+    "Counters",
+    "DecodeSettings",
+    "ForestreamError",
+    "Generation",
+    "Generator",
+    "Grammar",
+    "Memory",
+    "Request",
+    "SamplingSettings",
+    "Schedule",
+    "Step",
+    "StreamConfig",
+]
 
 
 def __getattr__(name: str) -> Any:

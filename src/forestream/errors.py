@@ -8,7 +8,8 @@
     ├── PromptError          a prompt is empty or leaves no room before the context limit
     ├── GrammarError         a text left its grammar, or the grammar allows no further token
     ├── CacheError           a layer wrote another number of slots than the pass announced
-    └── PrecisionWarning     warned, not raised: the base is held in another precision than the adapter was trained on
+    ├── PrecisionWarning     warned, not raised: the base is held in another precision than the adapter was trained on
+    └── AcceptanceWarning    warned, not raised: not one of many drafts was accepted
 
 Messages say what was found, what was expected and what to do.
 """
@@ -48,3 +49,7 @@ class CacheError(ForestreamError):
 
 class PrecisionWarning(ForestreamError, UserWarning):
     """Warned, not raised: the base is held in another precision than the adapter was trained on."""
+
+
+class AcceptanceWarning(ForestreamError, UserWarning):
+    """Warned, not raised: not one of many drafts was accepted."""

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from warnings import warn
 
 import torch
-from transformers import PreTrainedTokenizerBase, StopStringCriteria
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
 from forestream.baseline import plain, plain_batch
 from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
-from forestream.errors import ConfigError, PromptError
+from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
-from forestream.requests import Request
+from forestream.requests import Request, unpadded
 from forestream.schedule import Schedule
 from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
 from forestream.writing import Piece, Writing
 
 _WARM_PROMPT = 24  # tokens
+_DRAFTS_ENOUGH = 50  # passes
+_NOTHING_ACCEPTED = (
+    "not one draft was accepted in {passes} passes, so drafting only cost time. Was the adapter trained on this base, "
+    "and on such prompts, template and all? `forestream inspect` shows what is drafted, `forestream bench` what it is "
+    "worth."
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,11 @@ class Generator:
         model.prepare(compile)
         return cls(model, tokenizer, settings)
 
+    @property
+    def host(self) -> PreTrainedModel:
+        """The base model with the adapter in it, as the host library knows it."""
+        return self.model.port.model
+
     def warm_up(self) -> None:
         """Meet every kind of pass once, so that none has to be compiled while somebody waits for text."""
         some = [self.eos[0] if self.eos else 0] * _WARM_PROMPT
@@ -168,14 +181,23 @@ class Generator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Request],
+        prompts: Sequence[str | Sequence[int] | Request] | Mapping[str, Tensor],
         method: Literal["forestream", "plain"] = "forestream",
         **asked: Any,
     ) -> list[Generation]:
         """Write after several prompts together; each text is what `generate` writes with `row` set to its number.
 
         A prompt that is given several times is read once, and with a temperature each time gives another text.
+
+        Args:
+            prompts: texts, token ids, requests; or what a tokenizer makes of several texts, padded on either side.
+
+        Raises:
+            PromptError: a prompt is empty or leaves no room before the context limit, or has padding inside.
+            ConfigError: a name in `asked` is unknown, or a value is out of range.
         """
+        if isinstance(prompts, Mapping):
+            prompts = unpadded(prompts["input_ids"], prompts.get("attention_mask"))
         requests, settings = [], self.settings
         for row, prompt in enumerate(prompts):
             # Whoever keeps a state keeps one for each text.
@@ -199,6 +221,8 @@ class Generator:
         counters = Counters()
         counters.extend(done)
         tokens = tokens_of(done)
+        if counters.drafting >= _DRAFTS_ENOUGH and not counters.accepted:
+            warn(AcceptanceWarning(_NOTHING_ACCEPTED.format(passes=counters.drafting)), stacklevel=2)
         return Generation(self.text(tokens), tokens, done, counters, lossy)
 
     def stream(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[str]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.config import SamplingSettings, whole
+from forestream.errors import PromptError
 from forestream.sampling import Processor
 
 GREEDY: Final = SamplingSettings()
@@ -63,3 +65,20 @@ class Request:
     def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:
         """`prompt`, if it is a request already, or a request to go on from it greedily."""
         return prompt if isinstance(prompt, Request) else Request(tuple(prompt), tuple(eos))
+
+
+def unpadded(ids: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | None = None) -> list[tuple[int, ...]]:
+    """The prompts of a padded batch, whichever side its padding is on; without a mask nothing is padding.
+
+    Raises:
+        PromptError: ids and mask are of different shapes, or a row has padding between its tokens.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    if ids.dim() != 2 or mask.shape != ids.shape:
+        raise PromptError(f"ids are {tuple(ids.shape)} and the mask {tuple(mask.shape)}; expected [B, T] for both")
+    shown = mask.bool()
+    for row, own in enumerate(shown):
+        places = own.nonzero()[:, 0]
+        if len(places) and int(places[-1] - places[0]) + 1 != len(places):
+            raise PromptError(f"row {row} has padding between its tokens; expected it at one end")
+    return [tuple(own[seen].tolist()) for own, seen in zip(ids, shown, strict=True)]

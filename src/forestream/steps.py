@@ -177,6 +177,25 @@ class Counters:
         return self.generated - self.prompts
 
 
+def acceptance_by_place(steps: Sequence[Step], prompt: int, bucket: int = 256) -> list[float]:
+    """Mean acceptance length by place in the text, prompt included: entry i is of places from i * bucket on.
+
+    It falls where a text gets longer than what streams were trained on. 1 where no pass ended up.
+    """
+    passes: list[int] = []
+    accepted: list[int] = []
+    place = prompt
+    for step in steps:
+        if step.tree is not None:
+            more = place // bucket + 1 - len(passes)
+            passes += [0] * more
+            accepted += [0] * more
+            passes[place // bucket] += 1
+            accepted[place // bucket] += step.accepted
+        place += len(step.tokens)
+    return [1 + own / max(count, 1) for own, count in zip(accepted, passes, strict=True)]
+
+
 def tokens_of(steps: Sequence[Step]) -> tuple[int, ...]:
     """All tokens of a run in order."""
     return tuple(token for step in steps for token in step.tokens)

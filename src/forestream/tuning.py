@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
 from forestream import provenance
 from forestream.acceptance import Trace, rates, record, simulate
 from forestream.baseline import plain
-from forestream.bench.methods import PLAIN, Method, method
+from forestream.bench.methods import PLAIN, drafting, method
 from forestream.bench.runner import compare
 from forestream.config import DecodeSettings, JsonConfig
 from forestream.cost import Profile, best_static_tree, pass_seconds, plain_seconds
-from forestream.decode import decode
 from forestream.drafting import RankDrafter, drafter_for
 from forestream.errors import ConfigError
 from forestream.generation import Generator
+from forestream.schedule import Schedule
 from forestream.steps import tokens_of
 
 FILE: Final = "decoding.json"
@@ -46,16 +45,28 @@ class Setup(JsonConfig):
 
 @dataclass(frozen=True)
 class Tuned(JsonConfig):
-    """The choice that `forestream tune` made, and for which set-up."""
+    """The choice that `forestream tune` made, and for which set-up.
+
+    Attributes:
+        batches: pairs (rows, settings) for that many texts together and more; `decode` is for one.
+    """
 
     setup: Setup
     decode: DecodeSettings
+    batches: tuple[tuple[int, DecodeSettings], ...] = ()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        if set(values) != {"setup", "decode"}:
-            raise ConfigError(f"a settings file holds 'setup' and 'decode'; found {', '.join(sorted(values))}")
-        return cls(Setup.from_dict(values["setup"]), DecodeSettings.from_dict(values["decode"]))
+        if set(values) - {"batches"} != {"setup", "decode"}:
+            found = ", ".join(sorted(values))
+            raise ConfigError(f"a settings file holds 'setup' and 'decode', perhaps 'batches'; found {found}")
+        batches = tuple((int(rows), DecodeSettings.from_dict(one)) for rows, one in values.get("batches", ()))
+        return cls(Setup.from_dict(values["setup"]), DecodeSettings.from_dict(values["decode"]), batches)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Settings by the number of texts under way."""
+        return Schedule(((1, self.decode), *self.batches))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -171,13 +182,11 @@ def measure(
     prompts: Sequence[Sequence[int]],
     repeats: int = 1,
     advance: Callable[[], None] = lambda: None,
+    batch: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Run plain decoding and the candidates in turns; the entries of a bench file, by name."""
-    model, eos = generator.model, generator.eos
-    drafting = [
-        Method(one.name, one.settings, partial(decode, model, settings=one.settings, eos=eos)) for one in candidates
-    ]
-    return compare(model, [method(PLAIN, generator), *drafting], prompts, repeats, advance)
+    """Run plain decoding and the candidates in turns, `batch` prompts together: entries of a bench file, by name."""
+    methods = [method(PLAIN, generator), *(drafting(one.name, generator, one.settings) for one in candidates)]
+    return compare(generator.model, methods, prompts, repeats, advance, batch)
 
 
 def choose(candidates: Sequence[Prediction], results: dict[str, dict[str, Any]]) -> tuple[str, DecodeSettings]:

@@ -10,13 +10,16 @@ from batch import accepted, alone, assert_as_alone, requests, together
 from forestream.config import DecodeSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError, PromptError
+from forestream.generation import Generator
 from forestream.memory import Memory
 from forestream.model import StreamingLM
+from forestream.requests import unpadded
 from forestream.schedule import Schedule
 from forestream.steps import tokens_of
 from oracle import prefilled
 from stretched import BORDER, stretched
 from subject import CARRIERS, PRUNINGS, model_of
+from tiny import tiny_tokenizer
 from wrapped import prompt, wrapped
 from zoo import HOSTS, WINDOW
 
@@ -111,6 +114,28 @@ def test_bad_requests_are_refused_before_anything_runs() -> None:
         together(model, [*requests((3,)), replace(requests((3,))[0], prompt=())], DecodeSettings())
     with pytest.raises(ConfigError, match="a memory belongs to one text; 2"):
         next(decode_batch(model, requests((3, 3)), DecodeSettings(), memory=Memory(model)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_inputs_are_the_prompts_without_their_padding(side: str) -> None:
+    """G06, G07, G14: the token that pads may be any, the one that ends texts among them."""
+    made = Generator(model_of("llama", "joint"), tiny_tokenizer(), DecodeSettings(nodes=6, max_new_tokens=12))
+    texts = [prompt(length, seed=length) for length in (3, 8, 1)]
+    ids, mask = torch.full((3, 8), made.eos[0]), torch.zeros(3, 8, dtype=torch.long)
+    for row, text in enumerate(texts):
+        place = slice(8 - len(text), 8) if side == "left" else slice(len(text))
+        ids[row, place], mask[row, place] = torch.tensor(text), 1
+    found = made.generate_batch({"input_ids": ids, "attention_mask": mask})
+    assert [one.tokens for one in found] == [made.generate(text).tokens for text in texts]
+
+
+def test_padding_inside_of_a_row_is_refused() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(PromptError, match="row 1 has padding between"):
+        unpadded(ids, torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]]))
+    with pytest.raises(PromptError, match=r"expected \[B, T\] for both"):
+        unpadded(ids, torch.ones(2, 3))
+    assert unpadded(ids) == [(0, 0, 0, 0)] * 2
 
 
 # --- fewer drafts the more texts ------------------------------------------------------------------------------

@@ -103,10 +103,11 @@ def test_generate_records_what_it_did(adapter: Path, tmp_path: Path) -> None:
     file = tmp_path / "new folder" / "out.json"
     result = done("generate", "--adapter", adapter, *FLOAT32, "--max-new-tokens", 12, "--json", file, PROMPT)
     record = json.loads(file.read_text())
-    assert set(record) == HEADING | {"method", "generations", "total"}
+    assert set(record) == HEADING | {"method", "sampling", "generations", "total"}
     assert (record["adapter"], record["dtype"], record["method"]) == ("tiny", "float32", "forestream")
     (one,) = record["generations"]
-    assert set(one) == FIGURES | {"prompt", "text", "tokens", "finish"}
+    assert set(one) == FIGURES | {"prompt", "text", "tokens", "finish", "metrics"}
+    assert one["metrics"]["num_spec_steps"] > 0
     assert one["text"] + "\n" == result.stdout
     assert (len(one["tokens"]), one["finish"], record["total"]["generated_tokens"]) == (12, "length", 12)
     assert list(file.parent.iterdir()) == [file]

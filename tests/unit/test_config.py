@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forestream.config import DecodeSettings, JsonConfig, StreamConfig
+from forestream.config import DecodeSettings, JsonConfig, SamplingSettings, StreamConfig
 from forestream.errors import ConfigError, ForestreamError
 from forestream.objective import LossConfig
 
@@ -26,7 +26,15 @@ CHANGED: list[JsonConfig] = [
         scorer_rank=0,
     ),
     DecodeSettings(
-        tree="full", nodes=5, k=3, streams=2, carriers="fused", prune_below=0.0, prune_to=4, max_new_tokens=0
+        tree="full",
+        nodes=5,
+        k=3,
+        streams=2,
+        carriers="fused",
+        prune_below=0.0,
+        prune_to=4,
+        max_new_tokens=0,
+        prompt_chunk=7,
     ),
     LossConfig(main=0.5, stream=0.25, scorer=0.0, chunk=7),
 ]
@@ -54,6 +62,40 @@ def test_a_shape_survives_json_although_json_knows_lists_only() -> None:
     assert again == STATIC
     assert hash(again) == hash(STATIC)
     assert replace(again, max_new_tokens=3).shape == STATIC.shape
+
+
+def test_words_survive_json_although_json_knows_lists_only() -> None:
+    law = SamplingSettings(temperature=0.5, bad_words=((1,), (2, 3)), logit_bias=(((4, 5), -1.5),), seed=2**63)
+    again = SamplingSettings.from_json(law.to_json())
+    assert again == law
+    assert hash(again) == hash(law)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"bad_words": ((),)},
+        {"bad_words": (("a",),)},
+        {"logit_bias": (((), 1.0),)},
+        {"mirror": 1},
+        {"accept": "sometimes"},
+        {"accept": "typical"},
+        {"threshold": 0.3},
+        {"accept": "top_k", "threshold": 0.5},
+        {"accept": "ratio", "threshold": 1.5},
+    ],
+)
+def test_laws_that_make_no_sense_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="|".join(wrong)):
+        SamplingSettings(**wrong)
 
 
 def test_the_round_trip_was_tried_with_every_field_changed() -> None:

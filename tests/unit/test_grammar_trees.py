@@ -184,7 +184,7 @@ def test_drafting_writes_the_text_of_stepwise_decoding(form: str, seed: int) -> 
         for node in range(len(kept)):
             path = [tree.tokens[ancestor] for ancestor in tree.topology.path(node)[1:]]
             choices.append(greedy(masked(processor, [*text, *path], logits([*text, *path])))[0])
-        verdict = verify(tree, choices)
+        verdict = verify(tree, choices.__getitem__)
         text += [*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token]
         accepted += len(verdict.path) - 1
     assert text[: len(wanted)] == wanted

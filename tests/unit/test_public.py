@@ -25,6 +25,11 @@ def test_the_public_names() -> None:
         "ForestreamError",
         "Generation",
         "Generator",
+        "Grammar",
+        "Memory",
+        "Request",
+        "SamplingSettings",
+        "Schedule",
         "Step",
         "StreamConfig",
     ]

@@ -243,12 +243,12 @@ def test_the_host_librarys_generate_writes_the_text_of_plain_decoding(mode: str)
     model = wrapped("llama", mode)
     given, settings = prompt(9), DecodeSettings(max_new_tokens=12)
     own = list(plain(model, given, settings, eos=(5,)))
-    theirs = list(stock(model, given, settings, eos=(5,)))
+    (theirs,) = stock(model, [given], settings, eos=(5,))
     assert tokens_of(theirs) == tokens_of(own)
     assert [step.finish for step in theirs] == [step.finish for step in own]
     assert [step.tree is None for step in theirs] == [step.tree is None for step in own]
     assert all(step.seconds > 0 for step in theirs)
-    ended = list(stock(model, given, settings, eos=(tokens_of(own)[3],)))
+    (ended,) = stock(model, [given], settings, eos=(tokens_of(own)[3],))
     assert ended[-1].finish == "stop"
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from forestream.baseline import plain
+from forestream.baseline import plain_batch
 from forestream.bench.stock import stock
 from forestream.config import DecodeSettings
-from forestream.decode import decode
+from forestream.decode import decode_batch
 from forestream.errors import ConfigError
 from forestream.generation import Generator
 from forestream.model import StreamingLM
+from forestream.requests import Request
+from forestream.schedule import Schedule
 from forestream.steps import Step
 
-Run = Callable[[Sequence[int]], Iterator[Step]]
+# From prompts that are decoded together to the steps of each text.
+Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
 PLAIN = "plain"
 STOCK = "transformers"
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
@@ -49,27 +51,53 @@ def method(
     """
     model, eos, settings = generator.model, generator.eos, generator.settings
     if name == PLAIN:
-        return Method(name, None, partial(plain, model, settings=settings, eos=eos))
+        return Method(name, None, lambda prompts: _sorted(plain_batch(model, _asked(generator, prompts), settings)))
     if name == STOCK:
         if host is None:
             raise ConfigError(f"{STOCK} needs a model of its own, which nobody said how to load")
-        return Method(name, None, partial(stock, host(), settings=settings, eos=eos))
-    if name != "forestream":
-        match = _TREE.fullmatch(name)
-        if match is None:
-            raise ConfigError(
-                f"unknown method {name!r}; known are plain, transformers, forestream, budget-M and full-K, the last "
-                "two also with +prune, +fused or +prune+fused"
-            )
-        settings = replace(
-            settings,
-            **_size(match["tree"], int(match["size"])),
-            shape=None,
-            prune_below=prune_below if match["pruned"] else 0.0,
-            prune_to=None,
-            carriers="fused" if match["fused"] else "deferred",
+        if not generator.sampling.greedy:
+            raise ConfigError(f"{STOCK} draws with randomness of its own, so texts cannot be compared; leave it out")
+        bare = host()
+        return Method(name, None, lambda prompts: stock(bare, prompts, settings, eos))
+    if name == "forestream":
+        return drafting(name, generator, settings, generator.schedule)
+    match = _TREE.fullmatch(name)
+    if match is None:
+        raise ConfigError(
+            f"unknown method {name!r}; known are plain, transformers, forestream, budget-M and full-K, the last "
+            "two also with +prune, +fused or +prune+fused"
         )
-    return Method(name, settings, partial(decode, model, settings=settings, eos=eos))
+    settings = replace(
+        settings,
+        **_size(match["tree"], int(match["size"])),
+        shape=None,
+        prune_below=prune_below if match["pruned"] else 0.0,
+        prune_to=None,
+        carriers="fused" if match["fused"] else "deferred",
+    )
+    return drafting(name, generator, settings)
+
+
+def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule: Schedule | None = None) -> Method:
+    """Decoding with drafts under `settings`, or under a schedule that begins with them."""
+
+    def run(prompts: Sequence[Sequence[int]]) -> list[list[Step]]:
+        return _sorted(decode_batch(generator.model, _asked(generator, prompts), schedule or settings))
+
+    return Method(name, settings, run)
+
+
+def _asked(generator: Generator, prompts: Sequence[Sequence[int]]) -> list[Request]:
+    return [Request(tuple(prompt), generator.eos, generator.sampling, row=row) for row, prompt in enumerate(prompts)]
+
+
+def _sorted(run: Iterator[list[tuple[int, Step]]]) -> list[list[Step]]:
+    """Steps by text."""
+    steps: dict[int, list[Step]] = {}
+    for outcome in run:
+        for number, step in outcome:
+            steps.setdefault(number, []).append(step)
+    return [steps[number] for number in sorted(steps)]
 
 
 def _size(tree: str, size: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from forestream.agreement import first_difference_margin
 from forestream.bench.methods import PLAIN, Method
 from forestream.errors import ConfigError, ForestreamError
 from forestream.model import StreamingLM
-from forestream.steps import Counters, tokens_of
+from forestream.steps import Counters, Step, tokens_of
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,19 @@ def compare(
     prompts: Sequence[Sequence[int]],
     repeats: int = 1,
     advance: Callable[[], None] = lambda: None,
+    batch: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Run every method on every prompt, interleaved, and sum up.
 
-    Within a prompt and repeat the methods take turns, and who begins changes, so that a drift of the machine hits all
-    of them alike. The first prompt is run once by each beforehand and not counted. Prompts on which nothing is decoded
-    after the prompt pass count for equality, not for speed.
+    Prompts go in groups of `batch`, which are decoded together; a pass counts with its share for each of its texts, so
+    a text's seconds are those that it kept the machine busy. Within a group and repeat the methods take turns, and who
+    begins changes, so that a drift of the machine hits all of them alike. The first group is run once by each
+    beforehand and not counted. Prompts on which nothing is decoded after the prompt pass count for equality, not for
+    speed.
 
     Args:
         methods: "plain" must be among them.
-        advance: called after each prompt, for a progress bar.
+        advance: called for each prompt, for a progress bar.
 
     Raises:
         ConfigError: plain is missing, a method is named twice, or there is no prompt.
@@ -103,28 +106,44 @@ def compare(
     """
     records = _records(methods, prompts)
     for method in methods:
-        tokens_of(list(method.run(prompts[0])))
-    for number, prompt in enumerate(prompts):
-        runs: dict[str, list[Counters]] = {name: [] for name in records}
-        texts: dict[str, tuple[int, ...]] = {}
+        method.run(prompts[:batch])
+    for number, first in enumerate(range(0, len(prompts), batch)):
+        group = prompts[first : first + batch]
+        runs: dict[str, list[list[list[Step]]]] = {name: [[] for _ in group] for name in records}
         for repeat in range(repeats):
             for place in range(len(methods)):
                 method = methods[(place + number + repeat) % len(methods)]
-                steps = list(method.run(prompt))
-                counters = Counters()
-                counters.extend(steps)
-                runs[method.name].append(counters)
-                text = tokens_of(steps)
-                if texts.setdefault(method.name, text) != text:
-                    raise ForestreamError(f"{method.name} wrote another text when it was run again on prompt {number}")
-        for name, record in records.items():
-            record.runs.append(Run(texts[name], tuple(runs[name])))
-            if texts[name] == texts[PLAIN]:
-                record.equal += 1
-            else:
-                record.margins.append(first_difference_margin(model, prompt, texts[PLAIN], texts[name]))
-        advance()
+                for before, steps in zip(runs[method.name], method.run(group), strict=True):
+                    before.append(steps)
+        for name, texts in runs.items():
+            for place, again in enumerate(texts):
+                own, wanted = _text(name, first + place, again), tokens_of(runs[PLAIN][place][0])
+                records[name].runs.append(Run(own, tuple(_counted(steps) for steps in again)))
+                if own == wanted:
+                    records[name].equal += 1
+                else:
+                    records[name].margins.append(first_difference_margin(model, group[place], wanted, own))
+        for _ in group:
+            advance()
     return {name: record.summary(records[PLAIN]) for name, record in records.items()}
+
+
+def _counted(steps: Sequence[Step]) -> Counters:
+    counters = Counters()
+    counters.extend(steps)
+    return counters
+
+
+def _text(name: str, number: int, again: Sequence[Sequence[Step]]) -> tuple[int, ...]:
+    """The one text that all repeats wrote.
+
+    Raises:
+        ForestreamError: they wrote several.
+    """
+    texts = {tokens_of(steps) for steps in again}
+    if len(texts) > 1:
+        raise ForestreamError(f"{name} wrote another text when it was run again on prompt {number}")
+    return texts.pop()
 
 
 def _records(methods: Sequence[Method], prompts: Sequence[Sequence[int]]) -> dict[str, Record]:

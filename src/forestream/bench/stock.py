@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -31,30 +32,49 @@ class _Clock(BaseStreamer):
 
 @torch.inference_mode()
 def stock(
-    model: StreamingLM, prompt: Sequence[int], settings: DecodeSettings, eos: Sequence[int] = ()
-) -> Iterator[Step]:
-    """Write greedily after `prompt` with `generate`; steps come when the text is done, with the times it took.
+    model: StreamingLM, prompts: Sequence[Sequence[int]], settings: DecodeSettings, eos: Sequence[int] = ()
+) -> list[list[Step]]:
+    """Write greedily after `prompts`, padded on the left, with `generate`: the steps of each text.
+
+    A pass over several texts counts for each of them with its share, as long as the text goes on.
 
     Args:
         model: must not be prepared: its host is to be as the library made it.
     """
-    limit = token_limit(model, prompt, settings.max_new_tokens)
+    limit = min(token_limit(model, prompt, settings.max_new_tokens) for prompt in prompts)
+    longest, pad = max(map(len, prompts)), eos[0] if eos else 0
     clock = _Clock()
-    ids = torch.tensor([list(prompt)], device=model.device)
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     arguments: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "do_sample": False}
     with model.as_host() as host:
         written = host.generate(
             input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             max_new_tokens=limit,
             eos_token_id=list(eos) or None,
-            pad_token_id=eos[0] if eos else 0,
+            pad_token_id=pad,
             streamer=clock,
             **arguments,
         )
-    tokens = written[0, len(prompt) :].tolist()
+    texts = [_until_end(row[longest:].tolist(), eos) for row in written]
+    seconds = [b - a for a, b in pairwise(clock.times)]
+    return [_steps(tokens, seconds, [len(text) for text in texts], limit, eos) for tokens in texts]
+
+
+def _until_end(tokens: list[int], eos: Sequence[int]) -> list[int]:
+    end = next((place for place, token in enumerate(tokens, start=1) if token in eos), len(tokens))
+    return tokens[:end]
+
+
+def _steps(
+    tokens: Sequence[int], seconds: Sequence[float], lengths: Sequence[int], limit: int, eos: Sequence[int]
+) -> list[Step]:
+    steps = []
     for i, token in enumerate(tokens):
-        seconds = clock.times[i + 1] - clock.times[i]
-        finish: Finish | None = "stop" if token in eos else "length" if i + 1 == limit else None
+        share = seconds[i] / sum(length > i for length in lengths)
+        last = i == len(tokens) - 1
+        finish: Finish | None = "stop" if last and token in eos else "length" if i + 1 == limit else None
         root = DraftTree(ROOT_ALONE, (tokens[i - 1],)) if i else None
-        yield Step((token,), 0, seconds, root, (0,) if i else (), (0,) if i else (), finish)
+        steps.append(Step((token,), 0, share, root, (0,) if i else (), (0,) if i else (), finish))
+    return steps

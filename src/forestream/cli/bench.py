@@ -14,6 +14,7 @@ from rich.table import Table
 from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
+from forestream.config import SamplingSettings
 
 
 def bench(
@@ -40,6 +41,11 @@ def bench(
         int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method on every prompt.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
     settings: options.Settings = None,
     tree: options.Tree = None,
     nodes: options.Nodes = None,
@@ -71,8 +77,9 @@ def bench(
     made = provenance.collect()
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]
+    found = options.tuned_file(settings, adapter, dtype, device, compile, quantise)
     decoding = options.settings_from(
-        options.tuned(settings, adapter, dtype, device, compile, quantise),
+        None if found is None else found.decode,
         tree=tree,
         nodes=nodes,
         k=k,
@@ -83,11 +90,13 @@ def bench(
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
     generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
+    generator.schedule = options.schedule_of(found, decoding)
+    generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     stock = partial(options.load_host, adapter, base, dtype, device, quantise)
     compared = [method(name.strip(), generator, prune_methods_below, stock) for name in methods.split(",")]
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     with counted("prompts", len(prompts)) as advance:
-        results = compare(generator.model, compared, prompts, repeats, lambda: advance(1))
+        results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
     record = {
         "provenance": made,
         "settings": {
@@ -98,8 +107,9 @@ def bench(
             "quantise": quantise.value,
             "device": device,
             "compile": generator.model.prepared,
-            "batch_size": 1,
-            "temperature": 0.0,
+            "batch_size": batch_size,
+            "temperature": temperature,
+            "sampling": vars(generator.sampling),
             "repeats": repeats,
             "threads": torch.get_num_threads(),
             "decode": vars(decoding),

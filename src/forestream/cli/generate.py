@@ -14,7 +14,8 @@ from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.prompts import numbered_lines
 from forestream.cli.writing import figures, heading, speed_line
-from forestream.errors import PromptError
+from forestream.config import SamplingSettings
+from forestream.errors import ConfigError, PromptError
 from forestream.writing import Writing
 
 if TYPE_CHECKING:
@@ -50,6 +51,26 @@ def generate(
     prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
     max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
+    samples: Annotated[int, typer.Option("-n", "--samples", min=1, help="Texts to draw for every prompt.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End the text behind this string; can be given several times.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Write JSON that satisfies this schema (a file)."),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Write text that matches this regular expression.")] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Record every token's log-probability, and so many most probable tokens (--json)."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 1,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
@@ -65,8 +86,9 @@ def generate(
 
     Example: forestream generate --adapter adapters/e2e "name[The Copper Kettle], eatType[pub], area[riverside] ->"
     """
+    found = options.tuned_file(settings, adapter, dtype, device, compile, quantise)
     decoding = options.settings_from(
-        options.tuned(settings, adapter, dtype, device, compile, quantise),
+        None if found is None else found.decode,
         tree=tree,
         nodes=nodes,
         k=k,
@@ -78,18 +100,41 @@ def generate(
     )
     prompts = _prompts(prompt, file)
     generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
-    live = sys.stdout.isatty() if stream is None else stream
+    generator.schedule = options.schedule_of(found, decoding)
+    generator.sampling = SamplingSettings(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    grammar = _grammar(json_schema.read_text() if json_schema else None, regex)
+    asked: dict[str, Any] = {"stop": stop, "grammar": grammar, "logprobs": logprobs}
+    prompts = [given for given in prompts for _ in range(samples)]
+    rows = [row for _ in range(len(prompts) // samples) for row in range(samples)]
+    live = (sys.stdout.isatty() if stream is None else stream) and batch_size == 1
     done: list[Generation] = []
-    for given in prompts:
-        steps = generator.plain_steps(given) if plain else generator.steps(given)
-        done.append(generator.collect(_printed(generator, steps) if live else steps))
-        typer.echo("" if live else done[-1].text)
+    for first in range(0, len(prompts), batch_size):
+        group = [
+            generator.request(given, row=row, **asked)
+            for given, row in zip(prompts[first : first + batch_size], rows[first:], strict=False)
+        ]
+        if live:
+            steps = generator.plain_steps(group[0]) if plain else generator.steps(group[0])
+            done.append(generator.collect(_printed(generator, steps)))
+            typer.echo("")
+            continue
+        done += generator.generate_batch(group, "plain" if plain else "forestream")
+        for one in done[first:]:
+            typer.echo(one.text)
     total = _total(done)
     Console(stderr=True).print(speed_line(total), style="dim", highlight=False)
     if json_file is not None:
         record: dict[str, Any] = {
             **heading(adapter, generator),
             "method": "plain" if plain else "forestream",
+            "sampling": vars(generator.sampling),
             "generations": [_entry(given, one) for given, one in zip(prompts, done, strict=True)],
             "total": figures(total),
         }
@@ -119,6 +164,21 @@ def _prompts(prompt: str | None, file: Path | None) -> list[str]:
     return prompts
 
 
+def _grammar(json_schema: str | None, regex: str | None) -> Any:
+    """The grammar that was asked for, or None.
+
+    Raises:
+        ConfigError: two of them, or one that is malformed.
+    """
+    if json_schema is None and regex is None:
+        return None
+    if json_schema is not None and regex is not None:
+        raise ConfigError("found --json-schema and --regex; a text follows one grammar")
+    from forestream.grammar import Grammar
+
+    return Grammar.regex(regex) if regex is not None else Grammar.json_schema(json_schema or "")
+
+
 def _printed(generator: Generator, steps: Iterator[Step]) -> Iterator[Step]:
     """The same steps, their text printed as they come."""
     writing = Writing(generator.text)
@@ -142,6 +202,8 @@ def _entry(prompt: str, generation: Generation) -> dict[str, Any]:
         "prompt": prompt,
         "text": generation.text,
         "tokens": list(generation.tokens),
-        "finish": generation.steps[-1].finish,
+        "finish": generation.finish,
+        "metrics": generation.counters.request_metrics,
+        **({"logprobs": [vars(score) for score in generation.scores]} if generation.scores else {}),
         **figures(generation.counters),
     }

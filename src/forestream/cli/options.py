@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from forestream.generation import Generator
     from forestream.model import StreamingLM
+    from forestream.schedule import Schedule
+    from forestream.tuning import Tuned
 
 SHIPPED: Final = Path("adapters", "smollm2-135m-e2e")
 """The adapter that the repository carries: restaurant descriptions on smollm2-135m."""
@@ -59,6 +61,20 @@ class QuantiseForm(StrEnum):
     int4 = "int4"
 
 
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="Draw tokens from the law at this temperature; 0 is greedy.")
+]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Draw among the so many most probable tokens; 0 is all.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", min=0.0, max=1.0, help="Draw among the smallest set of this probability.")
+]
+MinP = Annotated[
+    float, typer.Option("--min-p", min=0.0, max=1.0, help="Draw among tokens this share as probable as the best one.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the text become less likely.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws: the same seed gives the same text.")]
 Adapter = Annotated[Path, typer.Option("--adapter", help="Adapter folder, as `forestream train` writes it.")]
 ShippedAdapter = Annotated[
     Path | None,
@@ -231,6 +247,19 @@ def tuned(
     Raises:
         ConfigError: the file is missing or malformed.
     """
+    found = tuned_file(settings, adapter, dtype, device, form, quantise)
+    return None if found is None else found.decode
+
+
+def tuned_file(
+    settings: Path | None,
+    adapter: Path,
+    dtype: DType,
+    device: str,
+    form: CompileForm,
+    quantise: QuantiseForm = QuantiseForm.off,
+) -> Tuned | None:
+    """As `tuned`, with all that the file holds."""
     from forestream.tuning import FILE, Tuned, this_setup
 
     path = settings or adapter / FILE
@@ -245,7 +274,17 @@ def tuned(
             Console(stderr=True).print(f"[yellow]{note}; not used. `forestream tune` makes one for this set-up.[/]")
             return None
         Console(stderr=True).print(f"[yellow]{note}; used all the same.[/]")
-    return found.decode
+    return found
+
+
+def schedule_of(found: Tuned | None, settings: DecodeSettings) -> Schedule | None:
+    """The tuned settings by number of texts, unless a call asks for other trees than the file's."""
+    if found is None or replace(settings, max_new_tokens=found.decode.max_new_tokens) != found.decode:
+        return None
+    from forestream.schedule import Schedule
+
+    cap = settings.max_new_tokens
+    return Schedule(tuple((rows, replace(one, max_new_tokens=cap)) for rows, one in found.schedule.steps))
 
 
 def shipped_adapter(given: Path | None = None) -> Path:

@@ -16,6 +16,7 @@ from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.profile import measure
 from forestream.cli.progress import counted
+from forestream.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,10 @@ def tune(
     limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,
     candidates: Annotated[int, typer.Option(min=1, help="How many of the best predictions are run.")] = 6,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every candidate on every prompt.")] = 1,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="Also choose for so many texts together: numbers that increase, such as 2,4,8."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
     ] = None,
@@ -66,6 +71,7 @@ def tune(
     from forestream.data import prompt_ids
     from forestream.tasks import get_task
 
+    sizes = _sizes(batches)
     made = provenance.collect()
     folder = options.shipped_adapter(adapter)
     chosen = get_task(task)
@@ -91,8 +97,15 @@ def tune(
     Console().print(_table(best, results, costs, name))
     Console().print(f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}")
     setup = tuning.this_setup(precision, device, options.compile_how(compile))
+    together: dict[int, dict[str, Any]] = {}
+    by_rows = []
+    for rows in sizes:
+        with counted(f"running the best, {rows} texts together", len(prompts)) as advance:
+            together[rows] = tuning.measure(generator, best, prompts, repeats, lambda: advance(1), rows)
+        by_rows.append((rows, tuning.choose(best, together[rows])[1]))
+        Console().print(f"{rows} texts together: {tuning.choose(best, together[rows])[0]} is the fastest")
     path = output or folder / tuning.FILE
-    write_json(path, asdict(tuning.Tuned(setup, settings)))
+    write_json(path, asdict(tuning.Tuned(setup, settings, tuple(by_rows))))
     Console(stderr=True).print(f"{name} is the fastest; {path} says so", style="dim", highlight=False)
     if json_file is not None:
         run = {"adapter": folder.name, "task": task, "split": split, "dtype": precision, "prompts": len(prompts)}
@@ -102,10 +115,24 @@ def tune(
             "profile": asdict(costs),
             "predictions": [asdict(one) for one in predictions],
             "methods": results,
+            "together": together,
             "chosen": {"name": name, "settings": asdict(settings)},
             "prediction_errors": {one.name: round(error, 4) for one, error in zip(best, errors, strict=True)},
         }
         write_json(json_file, record)
+
+
+def _sizes(batches: str | None) -> list[int]:
+    """Raises:
+    ConfigError: the numbers do not increase from 2.
+    """
+    try:
+        sizes = [int(one) for one in batches.split(",")] if batches else []
+    except ValueError:
+        sizes = [0]
+    if sizes != sorted(set(sizes)) or any(one < 2 for one in sizes):
+        raise ConfigError(f"--batches is {batches!r}; expected numbers from 2 that increase, such as 2,4,8")
+    return sizes
 
 
 def _error(prediction: Prediction, result: dict[str, Any]) -> float:

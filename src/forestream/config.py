@@ -208,18 +208,33 @@ GREEDY_BELOW: Final = 1e-5
 
 
 _LEAST: Final = 1e-9
+_MOST: Final = 1e30
+"""Beyond this a logit may overflow, and what is forbidden with it."""
 
 
-def _word(name: str, word: Iterable[int]) -> tuple[int, ...]:
+def _word(name: str, word: object) -> tuple[int, ...]:
     """`word` as a tuple.
 
     Raises:
         ConfigError: it is empty or holds something else than token ids.
     """
-    tokens = tuple(word)
-    if not tokens or not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise ConfigError(f"{name} holds {list(tokens)}; expected sequences of token ids, none of them empty")
+    tokens = tuple(word) if isinstance(word, Iterable) else ()
+    if not tokens or not all(type(token) is int and token >= 0 for token in tokens):
+        raise ConfigError(f"{name} holds {word!r}; expected sequences of token ids, none of them empty")
     return tokens
+
+
+def _bias(pair: object) -> tuple[tuple[int, ...], float]:
+    """A pair of `logit_bias`.
+
+    Raises:
+        ConfigError: it is none, or its number is undefined or plus infinity.
+    """
+    if isinstance(pair, list | tuple) and len(pair) == 2:
+        word, number = pair
+        if isinstance(number, int | float) and not isinstance(number, bool) and number < float("inf"):
+            return _word("logit_bias", word), float(number)
+    raise ConfigError(f"logit_bias holds {pair!r}; expected pairs (token ids, number), minus infinity the least")
 
 
 @dataclass(frozen=True)
@@ -261,21 +276,23 @@ class SamplingSettings(JsonConfig):
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        in_range("temperature", self.temperature, 0.0)
+        in_range("temperature", self.temperature, 0.0, _MOST)
         whole("top_k", self.top_k, 0)
         in_range("top_p", self.top_p, _LEAST, 1.0)
         in_range("min_p", self.min_p, 0.0, 1.0)
-        in_range("repetition_penalty", self.repetition_penalty, _LEAST)
+        in_range("repetition_penalty", self.repetition_penalty, _LEAST, _MOST)
         for name in ("presence_penalty", "frequency_penalty"):
             in_range(name, getattr(self, name), -1e4, 1e4)
         whole("min_new_tokens", self.min_new_tokens, 0)
         whole("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.mirror, bool):
             raise ConfigError(f"mirror is {self.mirror!r}; expected true or false")
+        for name in ("bad_words", "logit_bias"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a list")
         # JSON knows lists only
         object.__setattr__(self, "bad_words", tuple(_word("bad_words", word) for word in self.bad_words))
-        bias = tuple((_word("logit_bias", word), float(number)) for word, number in self.logit_bias)
-        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "logit_bias", tuple(_bias(pair) for pair in self.logit_bias))
         one_of("accept", self.accept, ("exact", "typical", "top_k", "ratio"))
         if self.lossy != (self.threshold is not None):
             wanted = "a threshold" if self.lossy else "none: it belongs to the lossy rules"

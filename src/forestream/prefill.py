@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from forestream.cache import StreamCache
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, SamplingSettings
 from forestream.drafting import DraftTree
 from forestream.errors import ConfigError, PromptError
 from forestream.memory import Memory
@@ -54,12 +54,37 @@ def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
     """
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
+    if (strange := _strange(model, prompt)) is not None:
+        raise PromptError(f"the prompt holds id {strange}; the model knows 0 to {_vocabulary(model) - 1}")
     end = model.port.room(len(prompt))
     if end <= len(prompt):
         raise PromptError(
             f"the prompt has {len(prompt)} tokens and the model's context ends at {end}; shorten the prompt"
         )
     return min(cap, end - len(prompt))
+
+
+def check_words(model: StreamingLM, sampling: SamplingSettings) -> None:
+    """Refuse bad words and biases of tokens that there are not.
+
+    Raises:
+        ConfigError: an id is beyond the model's vocabulary.
+    """
+    biased = tuple(word for word, _ in sampling.logit_bias)
+    for name, words in (("bad_words", sampling.bad_words), ("logit_bias", biased)):
+        for word in words:
+            if (strange := _strange(model, word)) is not None:
+                raise ConfigError(f"{name} holds id {strange}; the model knows 0 to {_vocabulary(model) - 1}")
+
+
+def _vocabulary(model: StreamingLM) -> int:
+    size: int = model.port.model.config.vocab_size
+    return size
+
+
+def _strange(model: StreamingLM, ids: Sequence[int]) -> int | None:
+    """The first of `ids` that the model does not know."""
+    return next((i for i in ids if not 0 <= i < _vocabulary(model)), None)
 
 
 @torch.inference_mode()
@@ -105,12 +130,14 @@ def begin(
         memory: what is known from an earlier text, for a single request.
 
     Raises:
-        PromptError: a prompt is empty or leaves no room before the context limit.
-        ConfigError: a memory for several texts.
+        PromptError: a prompt is empty, holds an unknown id, or leaves no room before the context limit.
+        ConfigError: a memory for several texts, or words of ids that the model does not know.
     """
     if memory is not None and len(requests) != 1:
         raise ConfigError(f"a memory belongs to one text; {len(requests)} requests were given")
     caps = [settings.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens for one in requests]
+    for one in requests:
+        check_words(model, one.sampling)
     limits = [token_limit(model, one.prompt, cap) for one, cap in zip(requests, caps, strict=True)]
     numbers = [number for number, limit in enumerate(limits) if limit > 0]
     if not numbers:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from forestream.config import SamplingSettings
+from forestream.config import SamplingSettings, whole
 from forestream.errors import PromptError
 from forestream.sampling import Processor
 
@@ -42,6 +42,9 @@ class Request:
             They are the model's own, before processors and temperature.
         history: what processors and criteria see in front of the text; None is the prompt.
         watch: told of every token, in order.
+
+    Raises:
+        ConfigError: the row is no whole number of 64 bits.
     """
 
     prompt: tuple[int, ...]
@@ -54,6 +57,9 @@ class Request:
     logprobs: int | None = None
     history: tuple[int, ...] | None = None
     watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        whole("row", self.row, 0, 2**64 - 1)
 
     @staticmethod
     def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:

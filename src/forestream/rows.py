@@ -68,7 +68,7 @@ class Row:
     def legal(self, tree: DraftTree) -> DraftTree:
         """`tree` without the drafts that a grammar forbids."""
         for one in self._filters:
-            kept = one.legal(self.text, tree)
+            kept = one.legal(self._seen, tree)
             if len(kept) < len(tree.tokens):
                 tree = tree.subset(kept)
         return tree
@@ -132,5 +132,10 @@ class Row:
         said = criterion(self._ids(scores.device), scores[None])
         return bool(said.any()) if isinstance(said, Tensor) else bool(said)
 
+    @property
+    def _seen(self) -> list[int]:
+        """The text as processors and criteria see it, whose history may differ from the prompt."""
+        return self._history + self.text[len(self.request.prompt) :]
+
     def _ids(self, device: torch.device) -> Int[Tensor, "1 T"]:
-        return torch.tensor([self._history + self.text[len(self.request.prompt) :]], device=device)
+        return torch.tensor([self._seen], device=device)

@@ -38,7 +38,8 @@ def draw(scores: Float[Tensor, " V"], seed: int, row: int, place: int) -> int:
     so that the same text is drawn by passes of any shape; with a sum over the vocabulary it would be felt far more
     often.
     """
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, row, place]))
+    counter = np.array([0, 0, row, place], dtype=np.uint64)  # by default large rows would become floats
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=counter))
     times = torch.from_numpy(generator.standard_exponential(len(scores)))
     return int((scores.double().cpu() - times.log()).argmax())
 

@@ -54,6 +54,9 @@ def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
     """
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
+    known = model.port.config.vocab_size
+    if (stranger := next((token for token in prompt if not 0 <= token < known), None)) is not None:
+        raise PromptError(f"the prompt holds the id {stranger}; this model knows ids from 0 to {known - 1}")
     end = model.port.room(len(prompt))
     if end <= len(prompt):
         raise PromptError(
@@ -106,10 +109,12 @@ def begin(
 
     Raises:
         PromptError: a prompt is empty or leaves no room before the context limit.
-        ConfigError: a memory for several texts.
+        ConfigError: a memory for several texts, or of another model.
     """
     if memory is not None and len(requests) != 1:
         raise ConfigError(f"a memory belongs to one text; {len(requests)} requests were given")
+    if memory is not None and memory.model is not model:
+        raise ConfigError("the memory is another model's, whose keys and values mean nothing to this one")
     caps = [settings.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens for one in requests]
     limits = [token_limit(model, one.prompt, cap) for one, cap in zip(requests, caps, strict=True)]
     numbers = [number for number, limit in enumerate(limits) if limit > 0]

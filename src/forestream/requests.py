@@ -9,7 +9,8 @@ from typing import Any, Final, Protocol
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from forestream.config import SamplingSettings
+from forestream.config import SamplingSettings, whole
+from forestream.errors import ConfigError
 from forestream.sampling import Processor
 
 GREEDY: Final = SamplingSettings()
@@ -40,6 +41,9 @@ class Request:
             They are the model's own, before processors and temperature.
         history: what processors and criteria see in front of the text; None is the prompt.
         watch: told of every token, in order.
+
+    Raises:
+        ConfigError: a value is out of range, or what should be called cannot be.
     """
 
     prompt: tuple[int, ...]
@@ -52,6 +56,19 @@ class Request:
     logprobs: int | None = None
     history: tuple[int, ...] | None = None
     watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        for token in self.eos:
+            whole("eos", token, 0)
+        for name in ("max_new_tokens", "logprobs"):
+            if (number := getattr(self, name)) is not None:
+                whole(name, number, 0)
+        whole("row", self.row, 0, 2**63 - 1)
+        watch = () if self.watch is None else (self.watch,)
+        for name, several in (("processors", self.processors), ("criteria", self.criteria), ("watch", watch)):
+            for one in several:
+                if not callable(one):
+                    raise ConfigError(f"{name} is or holds {one!r}; expected something that can be called")
 
     @staticmethod
     def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:

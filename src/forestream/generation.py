@@ -179,7 +179,7 @@ class Generator:
         requests, settings = [], self.settings
         for row, prompt in enumerate(prompts):
             # Whoever keeps a state keeps one for each text.
-            own = asked | {"processors": deepcopy(asked["processors"])} if "processors" in asked else asked
+            own = asked | deepcopy({name: asked[name] for name in ("processors", "criteria") if name in asked})
             request, settings = self._asked(prompt, own if isinstance(prompt, Request) else {"row": row, **own})
             requests.append(request)
         run = (

@@ -262,8 +262,11 @@ class Generator:
         return self._grammars[grammar]
 
     def _schedule(self, settings: DecodeSettings) -> DecodeSettings | Schedule:
-        """The schedule, unless a call asks for other settings."""
-        return self.schedule if self.schedule is not None and settings == self.settings else settings
+        """The schedule, unless a call asks for other trees; the cap on tokens is never the schedule's."""
+        cap = settings.max_new_tokens
+        if self.schedule is None or settings != replace(self.settings, max_new_tokens=cap):
+            return settings
+        return Schedule(tuple((rows, replace(one, max_new_tokens=cap)) for rows, one in self.schedule.steps))
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if prompt == "":

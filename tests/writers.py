@@ -48,7 +48,7 @@ def writer(tokens: str = "characters", layers: int = 4, mode: str = "joint") -> 
         num_hidden_layers=layers,
         max_position_embeddings=512,
     )
-    model = wrapped(host, mode, stream_layers=min(2, layers))
+    model = wrapped(host, mode, stream_layers=layers // 2)
     return Generator(model, tokenizer, DecodeSettings(nodes=8, max_new_tokens=16))
 
 

@@ -89,6 +89,24 @@ def test_a_chat_is_the_same_with_and_without(host: str, carriers: Any, law: dict
         text += new
 
 
+@pytest.mark.parametrize("carriers", CARRIERS)
+def test_turns_that_end_at_a_drafted_end_of_text(carriers: Any) -> None:
+    """The end was accepted with right drafts behind it: none of these may be taken for the next turn's."""
+    model, settings = model_of("llama", "joint"), DecodeSettings(nodes=7, carriers=carriers, max_new_tokens=12)
+    free = tokens_of(list(plain(model, prompt(6), settings)))
+    for end in sorted(set(free)):
+        memory, text = Memory(model), prompt(6)
+        for turn in range(3):
+            request = Request(text, (end,))
+            truth = tokens_of(list(plain(model, request, settings)))
+            onward = tokens_of(list(plain(model, Request(text + truth), settings)))
+            with foreseen(text + truth + onward, rate=1.0):
+                assert tokens_of(list(decode(model, request, settings, memory=memory))) == truth
+            text += truth + prompt(2, seed=turn)
+            # where the next turn goes on with what was drafted behind the end, and where it does not
+            text += onward[:2] if turn else ()
+
+
 @pytest.mark.parametrize("mode", ["joint", "lossless"])
 def test_plain_and_speculative_share_one(mode: str) -> None:
     """D13."""

@@ -84,7 +84,7 @@ class Soak:
                 next(run, None)
             run.close()  # type: ignore[attr-defined]
         else:
-            wrong = self.chance.choice([{"node": 3}, {"nodes": 0}, {"streams": 9}, {"stop": ""}])
+            wrong = self.chance.choice([{"node": 3}, {"nodes": 0}, {"top_p": 0}, {"stop": ""}])
             with pytest.raises(ForestreamError):
                 self.generator.generate(prompt, memory=self.memory, **asked | wrong)
         self.served += 1

@@ -2,6 +2,7 @@
 # make test    every test, with the coverage gate
 # make quick   unit and property tests only
 # make check   style, types, the direction of dependencies, and what the fast tests cover
+# make soak    10,000 short requests of mixed settings to one small model: nothing may pile up (some minutes)
 # make bench   every recorded figure again: make bench DATA_DIR=... (about an hour, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
 
@@ -16,7 +17,7 @@ STAMP := .venv/.setup-done
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test quick check bench format clean
+.PHONY: setup demo test quick check soak bench format clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(PYTEST) tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
+
+soak: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/numerics/test_soak.py --soak 10000 $(ARGS)
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)

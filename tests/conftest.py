@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="folder that holds the data sets' folders; without it, tests that need real data are skipped",
     )
+    parser.addoption("--soak", type=int, default=300, help="requests that the soak test sends to one model")
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     if not folder.is_dir():
         pytest.skip(f"needs real data sets: there is no folder {folder}")
     return folder
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> int:
+    """How many requests the soak test sends."""
+    number: int = request.config.getoption("--soak")
+    return number
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -72,7 +72,7 @@ class Generator:
 
     - any field of `DecodeSettings`: `max_new_tokens=32`, `nodes=16`;
     - any field of `SamplingSettings`: `temperature=0.7`, `top_p=0.9`, `seed=1`, `repetition_penalty=1.1`;
-    - any field of `Request`: `logprobs=5`, `processors=[...]`, `criteria=[...]`, `row=2`;
+    - any field of `Request`: `logprobs=5`, `processors=[...]`, `criteria=[...]`, `eos=2`, `row=2`;
     - `stop`, a string or several: the text ends behind the token that completes one of them;
     - `grammar`, a `Grammar` that the text has to follow.
 
@@ -201,7 +201,7 @@ class Generator:
         requests, settings = [], self.settings
         for row, prompt in enumerate(prompts):
             # Whoever keeps a state keeps one for each text.
-            own = asked | {name: deepcopy(asked[name]) for name in ("processors", "criteria") if name in asked}
+            own = asked | deepcopy({name: asked[name] for name in ("processors", "criteria") if name in asked})
             request, settings = self._asked(prompt, own if isinstance(prompt, Request) else {"row": row, **own})
             requests.append(request)
         run = (
@@ -263,13 +263,15 @@ class Generator:
         given = {name: asked[name] for name in asked if name in _REQUEST}
         for name in ("processors", "criteria", "eos"):
             if name in given:
-                given[name] = tuple(given[name])
-        if stop := asked.get("stop"):
-            strings = [stop] if isinstance(stop, str) else list(stop)
-            if not all(isinstance(one, str) and one for one in strings):
-                raise ConfigError(f"stop is {stop!r}; expected strings, none of them empty")
-            given["criteria"] = (*given.get("criteria", ()), StopStringCriteria(self.tokenizer, strings))
+                given[name] = _several(given[name])
+        strings = _several(asked.get("stop"))
+        if not all(isinstance(one, str) and one for one in strings):
+            raise ConfigError(f"stop is {asked['stop']!r}; expected strings, none of them empty")
+        if strings:
+            given["criteria"] = (*given.get("criteria", ()), StopStringCriteria(self.tokenizer, list(strings)))
         if (grammar := asked.get("grammar")) is not None:
+            if not isinstance(grammar, Grammar):
+                raise ConfigError(f"grammar is {grammar!r}; expected a Grammar")
             given["processors"] = (*given.get("processors", ()), self._fitted(grammar).start())
         return Request(**{"prompt": tuple(self._ids(prompt)), "eos": self.eos, "sampling": sampling, **given}), settings
 
@@ -284,8 +286,11 @@ class Generator:
         return self._grammars[grammar]
 
     def _schedule(self, settings: DecodeSettings) -> DecodeSettings | Schedule:
-        """The schedule, unless a call asks for other settings."""
-        return self.schedule if self.schedule is not None and settings == self.settings else settings
+        """The schedule, unless a call asks for other trees; the cap on tokens is never the schedule's."""
+        cap = settings.max_new_tokens
+        if self.schedule is None or settings != replace(self.settings, max_new_tokens=cap):
+            return settings
+        return Schedule(tuple((rows, replace(one, max_new_tokens=cap)) for rows, one in self.schedule.steps))
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if prompt == "":
@@ -297,6 +302,13 @@ _TREES = {field.name for field in fields(DecodeSettings)}
 _LAW = {field.name for field in fields(SamplingSettings)}
 _REQUEST = {field.name for field in fields(Request)} - {"prompt", "sampling", "max_new_tokens"}
 _HERE = {"stop", "grammar"}
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """What was given as a tuple: one thing, several of them, or None."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def end_tokens(model: StreamingLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

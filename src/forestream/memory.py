@@ -20,6 +20,7 @@ class Memory:
         self.reused = 0
         self._cache: StreamCache | None = None
         self._text: Sequence[int] = ()
+        self._room = 0
 
     def open(self, text: Sequence[int], capacity: int) -> StreamCache:
         """A cache of at least `capacity` slots that holds as much of the prompt `text` as is known, but its last token.
@@ -36,16 +37,13 @@ class Memory:
             self._cache = cache
         self._cache.rewind(known)
         self.model.layers.admit(self._cache)
-        self._text, self.reused = text, known
+        self._text, self._room, self.reused = text, self.model.port.room(len(text)), known
         return self._cache
 
     def _known(self, text: Sequence[int]) -> int:
-        if self._cache is None:
+        # Some rotary types turn all keys of a longer text otherwise: those of another kind of text are of no use.
+        if self._cache is None or self._room != self.model.port.room(len(text)):
             return 0
         held = self._text[: self._cache.committed]
         known = next((i for i, (a, b) in enumerate(zip(held, text[:-1], strict=False)) if a != b), None)
-        if known is None:
-            known = min(len(held), len(text) - 1)
-        # Some rotary types turn all keys of a longer text otherwise.
-        room = self.model.port.room
-        return known if room(max(known, 1)) == room(len(text)) else 0
+        return min(len(held), len(text) - 1) if known is None else known

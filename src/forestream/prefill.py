@@ -131,10 +131,12 @@ def begin(
 
     Raises:
         PromptError: a prompt is empty, holds an unknown id, or leaves no room before the context limit.
-        ConfigError: a memory for several texts, or words of ids that the model does not know.
+        ConfigError: a memory for several texts or of another model, or words of ids that the model does not know.
     """
     if memory is not None and len(requests) != 1:
         raise ConfigError(f"a memory belongs to one text; {len(requests)} requests were given")
+    if memory is not None and memory.model is not model:
+        raise ConfigError("the memory is another model's, whose keys and values mean nothing to this one")
     caps = [settings.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens for one in requests]
     for one in requests:
         check_words(model, one.sampling)

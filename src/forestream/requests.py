@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.config import SamplingSettings, whole
-from forestream.errors import PromptError
+from forestream.errors import ConfigError, PromptError
 from forestream.sampling import Processor
 
 GREEDY: Final = SamplingSettings()
@@ -44,7 +44,7 @@ class Request:
         watch: told of every token, in order.
 
     Raises:
-        ConfigError: the row is no whole number of 64 bits.
+        ConfigError: a value is out of range, or what should be called cannot be.
     """
 
     prompt: tuple[int, ...]
@@ -59,7 +59,17 @@ class Request:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        for token in self.eos:
+            whole("eos", token, 0)
+        for name in ("max_new_tokens", "logprobs"):
+            if (number := getattr(self, name)) is not None:
+                whole(name, number, 0)
         whole("row", self.row, 0, 2**64 - 1)
+        watch = () if self.watch is None else (self.watch,)
+        for name, several in (("processors", self.processors), ("criteria", self.criteria), ("watch", watch)):
+            for one in several:
+                if not callable(one):
+                    raise ConfigError(f"{name} is or holds {one!r}; expected something that can be called")
 
     @staticmethod
     def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:

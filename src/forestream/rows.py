@@ -123,7 +123,9 @@ class Row:
             self._scores.append(TokenScore.of(token, logits, self.request.logprobs))
         if self.request.watch is not None:
             self.request.watch(token, logits, scores)
-        if token in self.request.eos or any(self._ends(criterion, scores) for criterion in self.request.criteria):
+        # All of them are called, whatever the others say: a criterion may count.
+        said = [self._ends(criterion, scores) for criterion in self.request.criteria]
+        if token in self.request.eos or any(said):
             self.finish = "stop"
         elif self.left <= 0:
             self.finish = "length"

@@ -55,7 +55,7 @@ def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
     if not prompt:
         raise PromptError("the prompt is empty; give at least one token, such as the begin-of-text token")
     if (strange := _strange(model, prompt)) is not None:
-        raise PromptError(f"the prompt holds id {strange}; the model knows 0 to {_vocabulary(model) - 1}")
+        raise PromptError(f"the prompt holds the id {strange}; this model knows ids from 0 to {_vocabulary(model) - 1}")
     end = model.port.room(len(prompt))
     if end <= len(prompt):
         raise PromptError(

@@ -62,7 +62,7 @@ def test_words_beyond_the_vocabulary_are_refused(law: dict[str, Any], settings: 
 
 @pytest.mark.parametrize("strange", [-1, 89])
 def test_prompts_beyond_the_vocabulary_are_refused(strange: int) -> None:
-    with pytest.raises(PromptError, match=f"holds id {strange}; the model knows 0 to 88"):
+    with pytest.raises(PromptError, match=f"holds the id {strange}; this model knows ids from 0 to 88"):
         together(model_of("llama", "joint"), [Request((1, strange, 2), max_new_tokens=3)], DecodeSettings())
 
 

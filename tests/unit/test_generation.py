@@ -15,11 +15,14 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from forestream.config import DecodeSettings, SamplingSettings
-from forestream.errors import ConfigError, PromptError
+from forestream.drafting import DraftTree
+from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.generation import Generation, Generator
 from forestream.memory import Memory
 from forestream.requests import Request
 from forestream.schedule import Schedule
+from forestream.steps import Step
+from forestream.topology import Topology
 from writers import writer
 
 PROMPT = "the cat"
@@ -344,3 +347,13 @@ def test_a_cap_leaves_the_schedule_in_force_and_comes_before_its_own() -> None:
 
 def sizes_of(found: Sequence[Generation]) -> set[int]:
     return {len(step.kept) for one in found for step in one.steps if step.tree is not None}
+
+
+def test_many_passes_without_an_accepted_draft_are_warned_of() -> None:
+    """M10: fifty of them are no accident, fewer may be."""
+    tree = DraftTree(Topology((-1, 0)), (1, 2))
+    one, here = Step((1,), 0, 0.1, tree, (0, 1), (0,)), writer()
+    here.collect(iter([one] * 49))
+    with pytest.warns(AcceptanceWarning, match="not one draft was accepted in 50 passes"):
+        here.collect(iter([one] * 50))
+    here.collect(iter([*[one] * 50, Step((2, 1), 1, 0.1, tree, (0, 1), (0, 1))]))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from forestream.drafting import DraftTree
-from forestream.steps import Counters, Step, tokens_of
+from forestream.steps import Counters, Step, acceptance_by_place, tokens_of
 from forestream.topology import Topology, chain
 
 THREE = DraftTree(chain(4), (0, 1, 2, 3))
@@ -125,3 +125,13 @@ def test_a_text_that_ends_inside_the_drafts_has_no_token_of_the_main_stream_behi
 def test_the_tokens_of_a_run_in_order() -> None:
     assert tokens_of(RUN) == (10, 11, 12, 13, 14, 15, 16, 17, 18)
     assert tokens_of([]) == ()
+
+
+def test_acceptance_by_place_in_the_text() -> None:
+    """D17: places count the prompt; a pass belongs to where it begins."""
+    root = DraftTree(Topology((-1, 0)), (1, 2))
+    drafted = (1, 0, 1, 1, 0)
+    steps = [Step((1,), 0, 0.1), *(Step((2,) * (n + 1), n, 0.1, root, (0, 1), (0, 1)[: n + 1]) for n in drafted)]
+    # passes begin behind 4, 6, 7, 9 and 11 tokens
+    assert acceptance_by_place(steps, prompt=3, bucket=4) == [1.0, 1 + 2 / 3, 1.5]
+    assert acceptance_by_place(steps[:1], prompt=3) == []

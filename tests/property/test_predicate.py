@@ -27,7 +27,7 @@ def test_visible_is_the_predicate(data: DataObject) -> None:
 def test_without_streams_the_mask_is_the_relation_of_ancestors(tree: Topology) -> None:
     """Wide as committed text and candidates together, and nothing combined twice."""
     pack = Pack.tree(tree)
-    mask = additive(pack, 3, pack.positions(3, "same"), None, torch.float32, CPU)
+    mask = additive(pack, [3], pack.positions(3, "same"), None, torch.float32, CPU)
     expected = [[1] * 3 + [int(k in tree.path(q)) for k in range(len(tree))] for q in range(len(tree))]
     assert (mask[0, 0] == 0).int().tolist() == expected
 
@@ -55,7 +55,7 @@ def test_a_rendered_mask_is_the_predicate_within_the_window(data: DataObject) ->
     window = data.draw(st.none() | st.integers(1, 12))
     rule = data.draw(st.sampled_from(["ahead", "same"]))
     pack = Pack.tree(tree, carriers, streams)
-    mask = additive(pack, committed, pack.positions(committed, rule), window, torch.float32, CPU)
+    mask = additive(pack, [committed], pack.positions(committed, rule), window, torch.float32, CPU)
 
     def place(slot: tuple[int, ...]) -> int:
         return committed + len(tree.path(slot[0])) - 1 + (slot[1] if rule == "ahead" else 0)

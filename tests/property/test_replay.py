@@ -17,6 +17,7 @@ from oracle import assert_no_trace
 from strategies import draft_trees
 
 CAPACITY = 200
+ROWS = 2
 SHAPES = (KVShape(2, 3, 3), KVShape(1, 4, 2), KVShape(2, 3, 3), KVShape(2, 3, 3), KVShape(1, 4, 2))
 LAYERS = len(SHAPES)
 TRUNK, STREAM = range(3), range(3, LAYERS)
@@ -75,21 +76,23 @@ def run(cache: StreamCache, one: Pass, before: Sequence[int]) -> None:
     write(cache, TRUNK, one.tokens, before)
     mains = [one.tokens[node] for node in one.kept]
     write(cache, STREAM, [*mains, *range(NOISE, NOISE + one.streams)], before)
-    cache.commit(TRUNK, [one.kept[node] for node in one.path])
-    cache.commit(STREAM, one.path)
-    cache.advance(len(one.path))
+    for row in range(ROWS):
+        cache.commit(TRUNK, [one.kept[node] for node in one.path], row)
+        cache.commit(STREAM, one.path, row)
+        cache.advance(len(one.path), row)
 
 
 def replay(text: Sequence[int]) -> StreamCache:
-    cache = StreamCache(SHAPES, CAPACITY, rows=2)
+    cache = StreamCache(SHAPES, CAPACITY, rows=ROWS)
     write(cache, range(LAYERS), text, ())
-    cache.advance(len(text))
+    for row in range(ROWS):
+        cache.advance(len(text), row)
     return cache
 
 
 @given(st.lists(passes(), min_size=1, max_size=8))
 def test_commit_equals_replay_after_every_pass(sequence: list[Pass]) -> None:
-    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=ROWS), []
     for one in sequence:
         run(cache, one, text)
         text += one.text
@@ -99,7 +102,7 @@ def test_commit_equals_replay_after_every_pass(sequence: list[Pass]) -> None:
 @given(st.data())
 def test_deferred_streams_and_abandoned_passes_leave_no_trace(data: DataObject) -> None:
     """Between two passes: streams of the last token, or a pass that stopped after some of the layers."""
-    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=ROWS), []
     for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
         run(cache, one, text)
         text += one.text
@@ -112,20 +115,22 @@ def test_deferred_streams_and_abandoned_passes_leave_no_trace(data: DataObject) 
 
 @given(st.data())
 def test_rewinding_equals_a_replay_of_less_text(data: DataObject) -> None:
-    cache, text = StreamCache(SHAPES, CAPACITY, rows=2), []
+    cache, text = StreamCache(SHAPES, CAPACITY, rows=ROWS), []
     for one in data.draw(st.lists(passes(), min_size=1, max_size=6)):
         run(cache, one, text)
         text += one.text
         text = text[: data.draw(st.integers(0, len(text)))]
-        cache.rewind(len(text))
+        for row in range(ROWS):
+            cache.rewind(len(text), row)
         assert_no_trace(cache, replay(text), tolerance=0)
 
 
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_a_pass_fits_up_to_the_capacity_and_no_further(committed: int, slots: int) -> None:
-    cache = StreamCache(SHAPES, 30, rows=2)
+    cache = StreamCache(SHAPES, 30, rows=ROWS)
     write(cache, range(LAYERS), range(committed), ())
-    cache.advance(committed)
+    for row in range(ROWS):
+        cache.advance(committed, row)
     if committed + slots <= 30:
         write(cache, range(LAYERS), range(slots), range(committed))
     else:

@@ -96,7 +96,7 @@ def test_a_window_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     for shift in (-1, 1):
 
         def wrong(pack: Pack, committed: int, positions: Any, window: int, *rest: Any, by: int = shift) -> Tensor:
-            return additive(pack, committed, positions, window + by if committed else window, *rest)
+            return additive(pack, committed, positions, window + by if any(committed) else window, *rest)
 
         monkeypatch.setattr("forestream.model.additive", wrong)
         with pytest.raises(AssertionError, match="main of node 0"):

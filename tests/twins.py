@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from forestream.baseline import plain
@@ -100,3 +101,8 @@ def twins(
     one, other = (wrapped(host if isinstance(host, str) else host(), mode, **changes) for _ in range(2))
     other.prepare(compile)
     return Twins(one, other)
+
+
+def graphs() -> int:
+    """How many graphs were traced so far."""
+    return int(counters["stats"]["unique_graphs"])

@@ -45,8 +45,11 @@ def plain_batch(
     while going := [place for place, row in enumerate(rows) if row.finish is None]:
         if len(going) < len(rows):
             cache.keep(going)
+            model.layers.admit(cache)
             rows, numbers = [rows[i] for i in going], [numbers[i] for i in going]
         began = perf_counter()
+        if memory is not None:
+            memory.check(rows[0].text)
         roots = [DraftTree(ROOT_ALONE, (row.text[-1],)) for row in rows]
         with torch.inference_mode():
             ids = torch.tensor([[row.text[-1]] for row in rows], device=model.device)

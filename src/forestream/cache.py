@@ -153,13 +153,17 @@ class StreamCache:
         self._written[layer] = slots
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
-    def scratch(self, slots: int) -> Int[Tensor, " Q"]:
-        """Places of the slots of a pass behind the committed text, in a cache of one row.
+    def scratch(self, slots: int) -> Int[Tensor, " Q"] | Int[Tensor, "B Q"]:
+        """Places of the slots of a pass behind the committed text, per row if there are several.
 
         Raises:
             CacheError: the pass does not fit behind the committed text.
         """
-        return torch.arange(self.committed, self._end(slots), device=self._stores[0][0].device)
+        device = self._stores[0][0].device
+        places = torch.arange(self._end(slots) - slots, self._end(slots), device=device)
+        if self.rows == 1:
+            return places
+        return places + (torch.tensor(self.lengths, device=device)[:, None] - self.committed)
 
     def store(self, layer: int, slots: int) -> tuple[Float[Tensor, "B h cap d"], Float[Tensor, "B h cap e"]]:
         """Keys and values of a layer, for a caller that writes `slots` slots of a pass there itself."""

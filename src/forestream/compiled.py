@@ -60,17 +60,23 @@ class _Scratch:
 
     keys: Float[Tensor, "B h cap d"]
     values: Float[Tensor, "B h cap e"]
-    where: Int[Tensor, " Q"]
+    where: Int[Tensor, " Q"] | Int[Tensor, "B Q"]
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.where, keys)
-        self.values.index_copy_(2, self.where, values)
+        for store, own in ((self.keys, keys), (self.values, values)):
+            if self.where.dim() == 1:
+                store.index_copy_(2, self.where, own)
+            else:
+                rows = torch.arange(len(self.where), device=self.where.device)[:, None]
+                store.transpose(1, 2).index_put_((rows, self.where), own.transpose(1, 2))
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
 
 class CompiledLayers(EagerLayers):
-    """Runs layers through compiled code, wherever a pass writes to a cache of one row that stores values as they come.
+    """Runs layers through compiled code, wherever a pass writes to a cache that stores values as they come.
+
+    Passes over several texts share code for any number of rows and slots.
 
     The host must not be changed afterwards: the code assumes that its modules and weights stay what they are.
 
@@ -91,6 +97,7 @@ class CompiledLayers(EagerLayers):
         self._weights = [_tensors(layer) for layer in port.layers]
         self._kinds = _alike(port, self._weights, gate)
         self._fixed = {1}
+        self._full: set[tuple[range, bool]] = set()
         self._code: dict[tuple[tuple[int, ...], bool, bool], Callable[..., Tensor]] = {}
 
     def fix(self, rows: Iterable[int]) -> None:
@@ -101,7 +108,7 @@ class CompiledLayers(EagerLayers):
         """Make the code independent of the cache's capacity."""
         for layer in range(self.port.num_layers):
             for store in cache.store(layer, 0):
-                torch._dynamo.maybe_mark_dynamic(store, 2)
+                _free(store, 2)
 
     def __call__(
         self,
@@ -111,28 +118,58 @@ class CompiledLayers(EagerLayers):
         cache: StreamCache | PassCache | None,
     ) -> Float[Tensor, "B Q D"]:
         keys = inputs[layers[0]].mask.shape[3] if layers else 0
-        if not isinstance(cache, StreamCache) or cache.rows > 1 or cache.value_map is not None or keys < 2:
+        if not isinstance(cache, StreamCache) or cache.value_map is not None or keys < 2:
             return super().__call__(layers, states, inputs, cache)
-        slots = states.shape[1]
-        fixed = slots in self._fixed
+        rows, slots = states.shape[:2]
         where = cache.scratch(slots)
         opened = self.gate.opened if self.gate is not None else None
-        _loosen({id(inputs[i]): inputs[i] for i in layers}.values(), where, opened, fixed)
+        given = {id(inputs[i]): inputs[i] for i in layers}.values()
+        loosened: bool | None = None
         for block in [layers] if self.whole else [range(i, i + 1) for i in layers]:
-            given = [inputs[i] for i in block]
-            if not fixed:
-                torch._dynamo.maybe_mark_dynamic(states, 1)
-            states = self._span(block, fixed, opened is not None)(
-                [self._weights[i] for i in block],
-                states,
-                [one.mask for one in given],
-                given[0].positions,
-                [one.rotary for one in given],
-                [cache.store(i, slots) for i in block],
-                where,
-                opened,
-            )
+            # The compiler keeps so many pieces of code, for a span and in a process; beyond that, code for any size
+            # or the layers as they are do the same.
+            for fixed in (True, False):
+                if (fixed and (rows > 1 or slots not in self._fixed)) or (block, fixed) in self._full:
+                    continue
+                if fixed is not loosened:
+                    _loosen(given, where, opened, fixed)
+                    loosened = fixed
+                if not fixed:
+                    _free(states, 1)
+                try:
+                    states = self._compiled(block, fixed, states, inputs, cache, where, opened)
+                except torch._dynamo.exc.FailOnRecompileLimitHit:
+                    if fixed:
+                        self._fixed.discard(slots)
+                    else:
+                        self._full.add((block, fixed))
+                    continue
+                break
+            else:
+                states = super().__call__(block, states, inputs, cache)
         return states
+
+    def _compiled(
+        self,
+        block: range,
+        fixed: bool,
+        states: Float[Tensor, "B Q D"],
+        inputs: Mapping[int, LayerInputs],
+        cache: StreamCache,
+        where: Int[Tensor, " Q"] | Int[Tensor, "B Q"],
+        opened: Tensor | None,
+    ) -> Float[Tensor, "B Q D"]:
+        given = [inputs[i] for i in block]
+        return self._span(block, fixed, opened is not None)(
+            [self._weights[i] for i in block],
+            states,
+            [one.mask for one in given],
+            given[0].positions,
+            [one.rotary for one in given],
+            [cache.store(i, states.shape[1]) for i in block],
+            where,
+            opened,
+        )
 
     def _span(self, block: range, fixed: bool, gated: bool) -> Callable[..., Tensor]:
         """Code for the layers of `block`, shared with blocks of the same kinds of layers."""
@@ -213,18 +250,25 @@ def _varying(guards: Sequence[Any]) -> list[bool]:
     return [not guard.name or guard.name.split("[")[0].split(".")[0] in _VARYING for guard in guards]
 
 
+def _free(tensor: Tensor, slots: int) -> None:
+    """Any number of slots, along `slots`, and of rows, if there are several."""
+    torch._dynamo.maybe_mark_dynamic(tensor, slots)
+    if slots and len(tensor) > 1:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def _loosen(inputs: Iterable[LayerInputs], where: Tensor, opened: Tensor | None, fixed: bool) -> None:
     """Tell the compiler which sizes will differ next time."""
     mark = torch._dynamo.maybe_mark_dynamic
     for given in inputs:
         mark(given.mask, 3)
         if not fixed:
-            mark(given.mask, 2)
-            mark(given.positions, 1)
+            _free(given.mask, 2)
+            _free(given.positions, 1)
             for table in given.rotary or ():
-                mark(table, 1)
+                _free(table, 1)
     if not fixed:
-        mark(where, 0)
+        _free(where, where.dim() - 1)
         if opened is not None:
             mark(opened, 0)
 

@@ -80,11 +80,13 @@ def decode_batch(
         return
     rows, numbers, cache, drafts = begun.rows, begun.numbers, begun.cache, begun.streams
     yield list(zip(numbers, begun.steps, strict=True))
-    if going := _going(rows, cache):
+    if going := _going(model, rows, cache):
         rows, numbers = [rows[i] for i in going], [numbers[i] for i in going]
         drafts = [drafts[i] for i in going]
     while going:
         began = perf_counter()
+        if memory is not None:
+            memory.check(rows[0].text)
         plan = plans[schedule.least(len(rows))]
         offered = [_draft(plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
         streams = plan.streams if any(row.left > 1 for row in rows) else 0
@@ -93,7 +95,7 @@ def decode_batch(
             read = [row.read(*one) for row, *one in zip(rows, checked.trees, checked.logits, strict=True)]
         verdicts = [verdict for verdict, _ in read]
         commit(model, checked, verdicts, cache)
-        going = _going(rows, cache)
+        going = _going(model, rows, cache)
         if any(rows[i].left > 1 for i in going):
             wanted = plans[schedule.least(len(going))].streams
             places = [(i, verdicts[i].path[-1]) for i in going]
@@ -215,11 +217,12 @@ def _draft(plan: Plan, row: Row, logits: Float[Tensor, "G V"]) -> DraftTree:
     return row.legal(plan.draft(row.text, row.mirrored(logits[:depth])))
 
 
-def _going(rows: Sequence[Row], cache: StreamCache) -> list[int]:
+def _going(model: StreamingLM, rows: Sequence[Row], cache: StreamCache) -> list[int]:
     """Places of the rows that go on; the cache lets go of the others."""
     going = [place for place, row in enumerate(rows) if row.finish is None]
     if 0 < len(going) < len(rows):
         cache.keep(going)
+        model.layers.admit(cache)
     return going
 
 

@@ -140,16 +140,16 @@ class Generator:
             self.collect(steps)
 
     def request(self, prompt: str | Sequence[int], **asked: Any) -> Request:
-        """What is asked for, in full: `asked` are fields of `SamplingSettings` and of `Request`, and `stop`.
+        """What is asked for, in full: `asked` are fields of `SamplingSettings` and of `Request`, `stop` and `grammar`.
 
         Raises:
             PromptError: the prompt is empty.
             ConfigError: a name is unknown, or a value is out of range.
         """
         request, settings = self._asked(prompt, asked)
-        if settings != self.settings:
+        if replace(settings, max_new_tokens=self.settings.max_new_tokens) != self.settings:
             raise ConfigError("a request holds no settings of draft trees; give them to the call that decodes it")
-        return request
+        return replace(request, max_new_tokens=asked.get("max_new_tokens"))
 
     def steps(
         self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forestream.cache import StreamCache
+from forestream.errors import CacheError
 from forestream.model import StreamingLM
 
 
 class Memory:
     """The cache of one text after the other, such as the turns of a chat. Plain and speculative decoding share it.
+
+    One text at a time: a run that goes on after another was begun is an error.
 
     Attributes:
         reused: tokens of the last prompt that were not read again.
@@ -39,6 +42,15 @@ class Memory:
         self.model.layers.admit(self._cache)
         self._text, self._room, self.reused = text, self.model.port.room(len(text)), known
         return self._cache
+
+    def check(self, text: Sequence[int]) -> None:
+        """Make sure that the cache is still that of `text`.
+
+        Raises:
+            CacheError: another text was begun since.
+        """
+        if self._text is not text:
+            raise CacheError("another text was begun on this memory; finish one before the next, or give each its own")
 
     def _known(self, text: Sequence[int]) -> int:
         # Some rotary types turn all keys of a longer text otherwise: those of another kind of text are of no use.

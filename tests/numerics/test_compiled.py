@@ -12,6 +12,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from transformers import PreTrainedModel
 
+from batch import accepted, assert_as_alone, requests, together
 from forestream.config import DecodeSettings, StreamConfig
 from forestream.decode import decode
 from forestream.drafting import BudgetTree
@@ -20,7 +21,7 @@ from forestream.ports import SUPPORTED
 from forestream.steps import Counters, tokens_of
 from oracle import Prophet, near_tie, plain_logits
 from subject import stock_text
-from twins import twins, written
+from twins import graphs, outline, twins, written
 from wrapped import SMALL, STREAMS, prompt, wrapped
 from zoo import HOSTS, WINDOW, custom
 
@@ -119,3 +120,19 @@ def test_in_half_precision_every_token_is_nearly_plain_decodings_choice() -> Non
     largest = float(plain_logits(eager, start, text).abs().max())
     near_tie(eager, start, text, margin=4 * torch.finfo(dtype).eps * largest)
     assert sum(step.accepted for step in steps) > 5
+
+
+@pytest.mark.parametrize(("host", "mode"), [("llama", "joint"), ("mistral-window", "lossless")])
+def test_batches_of_ragged_prompts_share_code_for_any_number(host: str, mode: str) -> None:
+    """Texts end one by one, down to a single one; drafts are those of the model as it was loaded."""
+    model = wrapped(host, mode)
+    model.prepare("layer")
+    asked, settings = requests((5, 1, 14, 9), (12, 20, 1, 7)), DecodeSettings(nodes=6, carriers="fused")
+    found = assert_as_alone(model, asked, settings)
+    truths = [tokens_of(steps) for steps in found]
+    again = together(wrapped(host, mode), asked, settings, truths)
+    assert [outline(steps) for steps in found] == [outline(steps) for steps in again]
+    assert accepted(found) > 5
+    before = graphs()
+    assert_as_alone(model, requests((4, 2, 7, 8, 1, 5), (6, 9, 12, 3, 5, 8)), settings)
+    assert graphs() == before

@@ -117,8 +117,9 @@ def test_logits_and_scores_are_one_entry_per_token(family: str) -> None:
         {"stop_strings": None, "max_time": 60.0},
     ],
 )
-def test_settings_of_the_host_library_hold(asked: dict[str, Any]) -> None:
-    same(generator(), padded(prompt(4, seed=1), prompt(9, seed=2)), **asked)
+@every_family
+def test_settings_of_the_host_library_hold(family: str, asked: dict[str, Any]) -> None:
+    same(generator(family), padded(prompt(4, seed=1), prompt(9, seed=2)), **asked)
 
 
 class SumIsOdd(StoppingCriteria):
@@ -132,13 +133,14 @@ class SumIsOdd(StoppingCriteria):
         return (input_ids.sum(dim=1) % 2 == 1) & (self.calls % 2 == 0)
 
 
-def test_processors_and_criteria_of_the_user_hold() -> None:
+@every_family
+def test_processors_and_criteria_of_the_user_hold(family: str) -> None:
     def push(input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
         scores[:, int(input_ids[0].sum()) % 50] += 6.0
         return scores
 
-    here, inputs = generator(), padded(prompt(6))
+    here, inputs = generator(family), padded(prompt(6))
     plain = same(here, inputs)
     pushed = same(here, inputs, logits_processor=LogitsProcessorList([push]))
     assert not torch.equal(plain, pushed)
@@ -149,8 +151,9 @@ def test_processors_and_criteria_of_the_user_hold() -> None:
         assert torch.equal(sample(here, inputs, **asked), wanted)
 
 
-def test_several_samples_of_a_prompt_differ_and_torchs_seed_decides() -> None:
-    here, inputs = generator(), padded(prompt(6))
+@every_family
+def test_several_samples_of_a_prompt_differ_and_torchs_seed_decides(family: str) -> None:
+    here, inputs = generator(family), padded(prompt(6))
     asked: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 4}
     found = []
     for seed in (0, 0, 1):
@@ -167,8 +170,9 @@ def sample(here: Generator, inputs: dict[str, Tensor], method: Any = None, **ask
     return written
 
 
-def test_top_k_of_one_is_greedy() -> None:
-    here, inputs = generator(), padded(prompt(6))
+@every_family
+def test_top_k_of_one_is_greedy(family: str) -> None:
+    here, inputs = generator(family), padded(prompt(6))
     assert torch.equal(sample(here, inputs, do_sample=True, top_k=1, pad_token_id=PAD), same(here, inputs))
 
 
@@ -222,9 +226,10 @@ def test_unknown_inputs_and_foreign_models_are_refused() -> None:
         here.host.generate(**inputs, max_new_tokens=5, custom_generate=method, cache=cache)
 
 
-def test_without_the_method_the_host_is_untouched() -> None:
+@every_family
+def test_without_the_method_the_host_is_untouched(family: str) -> None:
     """M02: its plain forward is what it was."""
-    here, ids = generator(), torch.tensor([prompt(9)])
+    here, ids = generator(family), torch.tensor([prompt(9)])
     before = here.host(ids).logits
     same(here, padded(prompt(9)))
     assert torch.equal(here.host(ids).logits, before)

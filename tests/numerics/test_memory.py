@@ -15,7 +15,7 @@ from forestream.baseline import plain
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.decode import decode
-from forestream.errors import PromptError
+from forestream.errors import CacheError, PromptError
 from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.requests import Request
@@ -278,3 +278,15 @@ def test_what_is_held_is_a_fresh_prefill_of_the_front_of_the_text() -> None:
         text += tokens_of(list(run(model, text, DecodeSettings(max_new_tokens=7), memory=memory)))
         assert_no_trace(held(memory), prefilled(model, text[: held(memory).committed]))
         text += prompt(3, seed=turn)
+
+
+@pytest.mark.parametrize("run", [decode, plain])
+def test_a_run_that_goes_on_after_another_was_begun_is_an_error(run: Any) -> None:
+    model = model_of("llama", "joint")
+    memory, settings = Memory(model), DecodeSettings(nodes=4, max_new_tokens=12)
+    first = run(model, prompt(5), settings, memory=memory)
+    next(first)
+    second = tokens_of(list(run(model, prompt(7), settings, memory=memory)))
+    with pytest.raises(CacheError, match="another text was begun on this memory"):
+        next(first)
+    assert second == tokens_of(list(plain(model, prompt(7), settings)))

@@ -110,7 +110,7 @@ def test_wrong_values_are_named(asked: dict[str, Any]) -> None:
 
 def test_settings_of_trees_belong_to_the_call_that_decodes() -> None:
     shared = writer()
-    for asked in ({"nodes": 3}, {"max_new_tokens": 5}, {"carriers": "fused"}):
+    for asked in ({"nodes": 3}, {"carriers": "fused"}):
         with pytest.raises(ConfigError, match="holds no settings of draft trees"):
             shared.request(PROMPT, **asked)
 
@@ -357,3 +357,9 @@ def test_many_passes_without_an_accepted_draft_are_warned_of() -> None:
     with pytest.warns(AcceptanceWarning, match="not one draft was accepted in 50 passes"):
         here.collect(iter([one] * 50))
     here.collect(iter([*[one] * 50, Step((2, 1), 1, 0.1, tree, (0, 1), (0, 1))]))
+
+
+def test_a_request_takes_its_cap_along() -> None:
+    here = writer()
+    assert here.request(PROMPT).max_new_tokens is None
+    assert len(here.generate(here.request(PROMPT, max_new_tokens=3)).tokens) == 3

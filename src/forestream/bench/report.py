@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from forestream.errors import DataError
 
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_BENCH_HEAD = (
-    "| method | tokens per pass | mean acceptance length | nodes per pass | ms per pass | tokens/s "
-    "| speedup, median (min to max) | equal texts |\n|---|---|---|---|---|---|---|---|\n"
-)
 
 
 def refresh(text: str, records: Path) -> str:
@@ -37,28 +34,39 @@ def refresh(text: str, records: Path) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of one bench or evaluation record, with a line that says how it came about."""
-    body = _bench(record) if "methods" in record else _scores(record)
+    """The table of a record, whichever of the kinds below it is, with a line that says how it came about."""
+    body = next(table(record) for key, table in _TABLES.items() if key in record)
     made, settings = record["provenance"], record["settings"]
     machine = made["machine"]
+    what = f"{settings['task']} {settings['split']} split, " if "task" in settings else ""
     return (
-        f"{body}\n{settings['task']} {settings['split']} split, {settings['dtype']}, "
+        f"{body}\n{what}{settings['dtype']}, "
         f"{machine['processor']}, {settings.get('threads', machine['threads'])} threads, "
         f"{made['date'][:10]}, commit {made['commit']}: `{made['command']}`\n"
     )
 
 
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (headings, *rows)]
+    return "".join([lines[0], f"|{'---|' * len(headings)}\n", *lines[1:]])
+
+
 def _bench(record: dict[str, Any]) -> str:
-    rows = []
-    for name, row in record["methods"].items():
-        speedup = row["speedup"]
-        rows.append(
-            f"| {name} | {row['call_reduction']:.2f} | {row['mean_acceptance_length']:.2f} "
-            f"| {row['nodes_per_pass']:.1f} | {1000 * row['seconds_per_pass']:.1f} | {row['tokens_per_second']:.1f} "
-            f"| {_spread(speedup)} "
-            f"| {row['equal_outputs']} of {row['prompts']} |\n"
+    rows = [
+        (
+            name,
+            f"{row['call_reduction']:.2f}",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['nodes_per_pass']:.1f}",
+            f"{1000 * row['seconds_per_pass']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            _spread(row["speedup"]),
+            f"{row['equal_outputs']} of {row['prompts']}",
         )
-    return _BENCH_HEAD + "".join(rows)
+        for name, row in record["methods"].items()
+    ]
+    headings = ["method", "tokens per pass", "mean acceptance length", "nodes per pass", "ms per pass", "tokens/s"]
+    return _table([*headings, "speedup, median (min to max)", "equal texts"], rows)
 
 
 def _spread(speedup: dict[str, Any]) -> str:
@@ -69,10 +77,60 @@ def _spread(speedup: dict[str, Any]) -> str:
 
 def _scores(record: dict[str, Any]) -> str:
     scores, settings = record["scores"], record["settings"]
-    head = "| adapter | inputs | " + " | ".join(scores) + " |\n|---|---|" + "---|" * len(scores) + "\n"
-    return (
-        head
-        + f"| {settings['adapter']} | {settings['inputs']} | "
-        + " | ".join(f"{score:.2f}" for score in scores.values())
-        + " |\n"
+    cells = [settings["adapter"], str(settings["inputs"]), *(f"{score:.2f}" for score in scores.values())]
+    return _table(["adapter", "inputs", *scores], [cells])
+
+
+def _rules(record: dict[str, Any]) -> str:
+    """Lossy rules of acceptance."""
+    known = ("accept", "threshold", "temperature", "call_reduction", "seconds_per_token", "nats_per_token")
+    scores = [name for name in record["rules"][0] if name not in known]
+    rows = [
+        (
+            row["accept"] if row["threshold"] is None else f"{row['accept']} {row['threshold']:g}",
+            f"{row['temperature']:g}",
+            f"{row['call_reduction']:.2f}",
+            f"{1000 * row['seconds_per_token']:.1f}",
+            f"{row['nats_per_token']:.3f}",
+            *(f"{row[name]:.2f}" for name in scores),
+        )
+        for row in record["rules"]
+    ]
+    headings = ["rule", "temperature", "tokens per pass", "ms per token", "divergence, nats per token"]
+    return _table([*headings, *scores], rows)
+
+
+def _timeline(record: dict[str, Any]) -> str:
+    """Parts of a pass, and its distance from reading the weights once."""
+    roof, parts = record["roofline"], record["milliseconds"]
+    names = list(next(iter(parts.values())))
+    rows = [
+        (method, *(f"{own[name]:.2f}" for name in names), f"{roof['share_of_bandwidth'][method]:.2f}")
+        for method, own in parts.items()
+    ]
+    floor = (
+        f"\n{roof['weight_bytes'] / 1e6:.0f} MB of weights at {roof['bytes_per_second'] / 1e9:.1f} GB/s take "
+        f"{roof['floor_milliseconds']:.1f} ms.\n"
     )
+    return _table(["ms per pass", *names, "share of bandwidth"], rows) + floor
+
+
+def _hosts(record: dict[str, Any]) -> str:
+    """What passes cost on several hosts, in plain passes."""
+    hosts = record["hosts"]
+    settings = list(next(iter(hosts.values())))
+    rows = [
+        (host, f"{own['plain']['milliseconds']:.0f}", *(f"{own[name]['plain_passes']:.2f}" for name in settings[1:]))
+        for host, own in hosts.items()
+    ]
+    return _table(["host", "plain, ms", *settings[1:]], rows)
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "methods": _bench,
+    "rules": _rules,
+    "milliseconds": _timeline,
+    "hosts": _hosts,
+    "scores": _scores,
+}
+"""By the key that tells the kind of a record."""

@@ -60,7 +60,12 @@ def main() -> None:
     }
     record = {
         "provenance": made,
-        "settings": {"adapter": Path(given.adapter).name, "dtype": "bfloat16", "compile": given.compile, "decode": vars(settings)},
+        "settings": {
+            "adapter": Path(given.adapter).name,
+            "dtype": "bfloat16",
+            "compile": given.compile,
+            "decode": vars(settings),
+        },
         "milliseconds": milliseconds,
         "roofline": roofline(generator.model, {name: parts["pass"] for name, parts in milliseconds.items()}),
     }

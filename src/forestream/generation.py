@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 from warnings import warn
 
+import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from forestream import checkpoint
 from forestream.baseline import plain, plain_batch
-from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings
+from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings, one_of
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
 from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
-from forestream.requests import Request, unpadded
+from forestream.requests import Request, each_its_own, unpadded, whole_ids
 from forestream.schedule import Schedule
 from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
 from forestream.writing import Piece, Writing
@@ -80,7 +79,8 @@ class Generator:
     >>> generator.generate("name[Aromi], eatType[coffee shop] ->").text
 
     Attributes:
-        settings: how drafts are made; a schedule gives them by the number of texts decoded together.
+        settings: how drafts are made.
+        schedule: how they are made by `generate_batch`, by the number of texts under way; None: as `settings` say.
         sampling: the law that tokens are drawn from.
         eos: ids that end a text.
     """
@@ -99,7 +99,7 @@ class Generator:
         self.sampling = sampling or SamplingSettings()
         self.schedule = schedule
         self.eos = end_tokens(model, tokenizer)
-        self._grammars: dict[Grammar, CompiledGrammar] = {}
+        self._grammars: dict[tuple[Grammar, tuple[int, ...]], CompiledGrammar] = {}
 
     @classmethod
     def from_pretrained(
@@ -181,13 +181,15 @@ class Generator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Request] | Mapping[str, Tensor],
+        prompts: Sequence[str | Sequence[int] | Request] | Mapping[str, Any],
         method: Literal["forestream", "plain"] = "forestream",
         **asked: Any,
     ) -> list[Generation]:
         """Write after several prompts together; each text is what `generate` writes with `row` set to its number.
 
-        A prompt that is given several times is read once, and with a temperature each time gives another text.
+        A prompt that is given several times is read once, and with a temperature each time gives another text. `row`
+        is the number of the first text. Processors and criteria are copied for every text but the first one, so that
+        whoever keeps a state keeps one for each; what cannot be copied is shared.
 
         Args:
             prompts: texts, token ids, requests; or what a tokenizer makes of several texts, padded on either side.
@@ -196,24 +198,28 @@ class Generator:
             PromptError: a prompt is empty or leaves no room before the context limit, or has padding inside.
             ConfigError: a name in `asked` is unknown, or a value is out of range.
         """
+        one_of("method", method, ("forestream", "plain"))
+        if isinstance(prompts, str):
+            raise PromptError("found one text; a batch takes several, in a list")
         if isinstance(prompts, Mapping):
-            prompts = unpadded(prompts["input_ids"], prompts.get("attention_mask"))
-        requests, settings = [], self.settings
+            prompts = unpadded(*_inputs_of(prompts))
+        first, requests, settings = asked.get("row", 0), [], self.settings
         for row, prompt in enumerate(prompts):
-            # Whoever keeps a state keeps one for each text.
-            own = asked | deepcopy({name: asked[name] for name in ("processors", "criteria") if name in asked})
-            request, settings = self._asked(prompt, own if isinstance(prompt, Request) else {"row": row, **own})
+            own = asked if isinstance(prompt, Request) else asked | {"row": first + row}
+            request, settings = self._asked(prompt, own)
             requests.append(request)
+        requests = each_its_own(requests)
         run = (
             plain_batch(self.model, requests, settings)
             if method == "plain"
-            else decode_batch(self.model, requests, self._schedule(settings))
+            else decode_batch(self.model, requests, self._schedule(settings, asked))
         )
         steps: list[list[Step]] = [[] for _ in requests]
         for outcome in run:
             for number, step in outcome:
                 steps[number].append(step)
-        return [self.collect(iter(own), one.sampling.lossy) for own, one in zip(steps, requests, strict=True)]
+        lossy = [one.sampling.lossy and method != "plain" for one in requests]
+        return [self.collect(iter(own), rule) for own, rule in zip(steps, lossy, strict=True)]
 
     def collect(self, steps: Iterator[Step], lossy: bool = False) -> Generation:
         """Run `steps` to the end."""
@@ -254,54 +260,78 @@ class Generator:
         if unknown:
             known = ", ".join(sorted(_TREES | _LAW | _REQUEST | _HERE))
             raise ConfigError(f"unknown: {', '.join(sorted(unknown))}; what can be asked for is {known}")
+        asked = {name: value.item() if isinstance(value, np.generic) else value for name, value in asked.items()}
         settings = replace(self.settings, **{name: asked[name] for name in asked if name in _TREES})
         if isinstance(prompt, Request):
             if other := sorted(set(asked) - _TREES):
                 raise ConfigError(f"{', '.join(other)} beside a request; the request itself says what is asked for")
-            return prompt, settings
+            return (replace(prompt, max_new_tokens=None) if "max_new_tokens" in asked else prompt), settings
         sampling = replace(self.sampling, **{name: asked[name] for name in asked if name in _LAW})
         given = {name: asked[name] for name in asked if name in _REQUEST}
         for name in ("processors", "criteria", "eos"):
             if name in given:
                 given[name] = _several(given[name])
-        strings = _several(asked.get("stop"))
-        if not all(isinstance(one, str) and one for one in strings):
-            raise ConfigError(f"stop is {asked['stop']!r}; expected strings, none of them empty")
-        if strings:
-            given["criteria"] = (*given.get("criteria", ()), StopStringCriteria(self.tokenizer, list(strings)))
+        given["criteria"] = (*given.get("criteria", ()), *self._stops(asked.get("stop")))
         if (grammar := asked.get("grammar")) is not None:
             if not isinstance(grammar, Grammar):
                 raise ConfigError(f"grammar is {grammar!r}; expected a Grammar")
-            given["processors"] = (*given.get("processors", ()), self._fitted(grammar).start())
+            started = self._fitted(grammar, given.get("eos", self.eos)).start()
+            given["processors"] = (*given.get("processors", ()), started)
         return Request(**{"prompt": tuple(self._ids(prompt)), "eos": self.eos, "sampling": sampling, **given}), settings
 
-    def _fitted(self, grammar: Grammar) -> CompiledGrammar:
-        """The grammar for this model's vocabulary, which is read once."""
-        if grammar not in self._grammars:
-            some = next(iter(self._grammars.values()), None)
+    def _stops(self, stop: Any) -> tuple[StopStringCriteria, ...]:
+        strings = _several(stop)
+        if not all(isinstance(one, str) and one for one in strings):
+            raise ConfigError(f"stop is {stop!r}; expected strings, none of them empty")
+        try:
+            return (StopStringCriteria(self.tokenizer, list(strings)),) if strings else ()
+        except ValueError as error:
+            raise ConfigError(f"stop is {stop!r}, which cannot be watched for: {error}") from error
+
+    def _fitted(self, grammar: Grammar, eos: tuple[int, ...]) -> CompiledGrammar:
+        """The grammar for this model's vocabulary and these ends, read once."""
+        if (grammar, eos) not in self._grammars:
+            some = next((one for (_, ends), one in self._grammars.items() if ends == eos), None)
             vocabulary = self.model.port.model.config.vocab_size
-            self._grammars[grammar] = (
-                some.with_grammar(grammar) if some else grammar.compile(self.tokenizer, self.eos, vocabulary)
+            self._grammars[grammar, eos] = (
+                some.with_grammar(grammar) if some else grammar.compile(self.tokenizer, eos, vocabulary)
             )
-        return self._grammars[grammar]
+        return self._grammars[grammar, eos]
 
-    def _schedule(self, settings: DecodeSettings) -> DecodeSettings | Schedule:
-        """The schedule, unless a call asks for other trees; the cap on tokens is never the schedule's."""
-        cap = settings.max_new_tokens
-        if self.schedule is None or settings != replace(self.settings, max_new_tokens=cap):
+    def _schedule(self, settings: DecodeSettings, asked: Mapping[str, Any]) -> DecodeSettings | Schedule:
+        """The schedule, unless a call asks for trees of its own; what is no matter of trees is never the schedule's."""
+        if self.schedule is None or (set(asked) & _TREES) - _NO_TREES:
             return settings
-        return Schedule(tuple((rows, replace(one, max_new_tokens=cap)) for rows, one in self.schedule.steps))
+        kept = {name: getattr(settings, name) for name in _NO_TREES}
+        return Schedule(tuple((rows, replace(one, **kept)) for rows, one in self.schedule.steps))
 
-    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if prompt == "":
-            raise PromptError("the prompt is empty; give some text to go on from")
-        return prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+    def _ids(self, prompt: Any) -> tuple[int, ...]:
+        """Token ids of one prompt: a text, ids in any usual form, or what a tokenizer makes of one text."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty; give some text to go on from")
+            return tuple(prompt_ids(self.tokenizer, prompt))
+        if isinstance(prompt, Mapping):
+            rows = unpadded(*_inputs_of(prompt))
+            if len(rows) != 1:
+                raise PromptError(f"found {len(rows)} texts; generate takes one, generate_batch several")
+            return rows[0]
+        return whole_ids(prompt)
 
 
 _TREES = {field.name for field in fields(DecodeSettings)}
 _LAW = {field.name for field in fields(SamplingSettings)}
 _REQUEST = {field.name for field in fields(Request)} - {"prompt", "sampling", "max_new_tokens"}
 _HERE = {"stop", "grammar"}
+_NO_TREES = {"max_new_tokens", "prompt_chunk"}
+
+
+def _inputs_of(inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+    if "input_ids" not in inputs:
+        raise PromptError(
+            f"found {', '.join(map(repr, inputs)) or 'nothing'}; expected input_ids, as a tokenizer makes them"
+        )
+    return inputs["input_ids"], inputs.get("attention_mask")
 
 
 def _several(given: Any) -> tuple[Any, ...]:

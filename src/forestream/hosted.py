@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
@@ -27,7 +28,7 @@ from forestream.config import SamplingSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
 from forestream.generation import Generator
-from forestream.requests import Request, unpadded
+from forestream.requests import Request, each_its_own, unpadded
 from forestream.steps import Step
 
 # What the host library hands to every method, or makes itself.
@@ -88,6 +89,8 @@ def custom_generate(generator: Generator, streamer: BaseStreamer | None = None) 
         told = streamer or _handed_to_the_caller()
         if told is not None and len(input_ids) > 1:
             raise ConfigError(f"a streamer takes one text; {len(input_ids)} were asked for")
+        if streamer is not None:
+            streamer.put(input_ids.cpu())  # `generate` tells its own of the prompt
         keeps = bool(generation_config.return_dict_in_generate)
         kept = [_Kept() for _ in input_ids]
         asked = _requests(generator, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
@@ -95,7 +98,7 @@ def custom_generate(generator: Generator, streamer: BaseStreamer | None = None) 
             asked = [replace(one, watch=own) for one, own in zip(asked, kept, strict=True)]
         run = decode_batch(generator.model, asked, generator.schedule or generator.settings)
         texts = _written(run, len(asked), told)
-        sequences = _padded(input_ids, texts, generation_config)
+        sequences = _padded(input_ids, texts, generation_config, asked[0].eos)
         if not keeps:
             return sequences
         return GenerateDecoderOnlyOutput(
@@ -145,7 +148,11 @@ def _requests(
 ) -> list[Request]:
     prompts = unpadded(ids, inputs.get("attention_mask"))
     ends = config.eos_token_id
-    eos = () if ends is None else tuple(ends) if isinstance(ends, list) else (int(ends),)
+    eos = () if ends is None else tuple(map(int, ends)) if isinstance(ends, list | tuple) else (int(ends),)
+    # The host library makes one of its own for the ends that a row knows by itself.
+    others = [
+        one for one in criteria if type(one) is not EosTokenCriteria or set(one.eos_token_id.tolist()) != set(eos)
+    ]
     law = SamplingSettings()
     if config.do_sample:
         # The temperature is among the processors.
@@ -158,13 +165,13 @@ def _requests(
                 eos=eos,
                 sampling=law,
                 processors=tuple(_of_row(one, row) for one in processors),
-                criteria=tuple(deepcopy(one) for one in criteria if not hasattr(one, "eos_token_id")),
+                criteria=tuple(others),
                 max_new_tokens=int(config.max_length) - ids.shape[1],
                 row=row,
                 history=tuple(own.tolist()),
             )
         )
-    return asked
+    return each_its_own(asked)
 
 
 def _of_row(processor: Any, row: int) -> Any:
@@ -172,10 +179,11 @@ def _of_row(processor: Any, row: int) -> Any:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
-    own = deepcopy(processor)
-    if isinstance(own, RepetitionPenaltyLogitsProcessor) and isinstance(own.prompt_ignore_length, Tensor):
-        own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
-    return own
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(processor.prompt_ignore_length, Tensor):
+        own = copy(processor)
+        own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        return own
+    return processor
 
 
 def _written(run: Iterator[list[tuple[int, Step]]], texts: int, streamer: BaseStreamer | None) -> list[list[int]]:
@@ -191,9 +199,11 @@ def _written(run: Iterator[list[tuple[int, Step]]], texts: int, streamer: BaseSt
     return written
 
 
-def _padded(ids: Int[Tensor, "B T"], texts: Sequence[Sequence[int]], config: GenerationConfig) -> Int[Tensor, "B t"]:
+def _padded(
+    ids: Int[Tensor, "B T"], texts: Sequence[Sequence[int]], config: GenerationConfig, eos: Sequence[int]
+) -> Int[Tensor, "B t"]:
     longest = max(map(len, texts))
-    pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
+    pad = int(config.pad_token_id) if config.pad_token_id is not None else eos[0] if eos else 0
     rows = [[*text, *[pad] * (longest - len(text))] for text in texts]
     return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device).view(len(rows), longest)], dim=1)
 

@@ -135,6 +135,8 @@ def begin(
     """
     if memory is not None and len(requests) != 1:
         raise ConfigError(f"a memory belongs to one text; {len(requests)} requests were given")
+    if memory is not None and not isinstance(memory, Memory):
+        raise ConfigError(f"memory is {memory!r}; expected a Memory")
     if memory is not None and memory.model is not model:
         raise ConfigError("the memory is another model's, whose keys and values mean nothing to this one")
     caps = [settings.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens for one in requests]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-import torch
+import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import StopStringCriteria
 
 from forestream.config import SamplingSettings, whole
 from forestream.errors import ConfigError, PromptError
@@ -59,6 +62,10 @@ class Request:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", whole_ids(self.prompt))
+        for name in ("eos", "processors", "criteria"):
+            found = getattr(self, name)
+            object.__setattr__(self, name, tuple(found) if isinstance(found, Iterable) else (found,))
         for token in self.eos:
             whole("eos", token, 0)
         for name in ("max_new_tokens", "logprobs"):
@@ -77,18 +84,78 @@ class Request:
         return prompt if isinstance(prompt, Request) else Request(tuple(prompt), tuple(eos))
 
 
-def unpadded(ids: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | None = None) -> list[tuple[int, ...]]:
+def each_its_own(requests: Sequence[Request]) -> list[Request]:
+    """The same requests, with processors and criteria that they share with an earlier one copied.
+
+    What cannot be copied, such as a switch that another thread turns, is shared.
+    """
+    seen: set[int] = set()
+    found = []
+    for request in requests:
+        changed: dict[str, Any] = {}
+        for name in ("processors", "criteria"):
+            several = getattr(request, name)
+            changed[name] = tuple(_copied(one) if id(one) in seen else one for one in several)
+            seen.update(map(id, several))
+        found.append(replace(request, **changed))
+    return found
+
+
+def _copied(one: Any) -> Any:
+    try:
+        # One of these has no state, and a table of the whole vocabulary.
+        return one if isinstance(one, StopStringCriteria) else deepcopy(one)
+    except TypeError:
+        return one
+
+
+def whole_ids(prompt: Any) -> tuple[int, ...]:
+    """Token ids in any usual form, a sequence, an array or a tensor of one text, as a tuple.
+
+    Raises:
+        PromptError: they are of another form, or no whole numbers.
+    """
+    if isinstance(prompt, Tensor | np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], list | tuple):
+        prompt = prompt[0]
+    try:
+        if any(isinstance(token, bool) for token in prompt):
+            raise TypeError
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        shown = repr(prompt)
+        raise PromptError(
+            f"the prompt is {shown[:60]}{'...' if len(shown) > 60 else ''}; expected a text, or token ids of one"
+        ) from None
+
+
+def unpadded(ids: Any, mask: Any = None) -> list[tuple[int, ...]]:
     """The prompts of a padded batch, whichever side its padding is on; without a mask nothing is padding.
+
+    Args:
+        ids: [B, T], a tensor, an array or lists, whose rows may then differ in length.
+        mask: of the same shape, 0 at padding.
 
     Raises:
         PromptError: ids and mask are of different shapes, or a row has padding between its tokens.
     """
-    mask = torch.ones_like(ids) if mask is None else mask
-    if ids.dim() != 2 or mask.shape != ids.shape:
-        raise PromptError(f"ids are {tuple(ids.shape)} and the mask {tuple(mask.shape)}; expected [B, T] for both")
-    shown = mask.bool()
-    for row, own in enumerate(shown):
-        places = own.nonzero()[:, 0]
-        if len(places) and int(places[-1] - places[0]) + 1 != len(places):
-            raise PromptError(f"row {row} has padding between its tokens; expected it at one end")
-    return [tuple(own[seen].tolist()) for own, seen in zip(ids, shown, strict=True)]
+    rows, shown = _rows(ids), None if mask is None else _rows(mask)
+    if rows is None or (mask is not None and (shown is None or [*map(len, rows)] != [*map(len, shown)])):
+        raise PromptError("ids and mask are of different shapes, or no rows of numbers; expected [B, T] for both")
+    prompts = []
+    for number, row in enumerate(rows):
+        places = [place for place in range(len(row)) if shown is None or shown[number][place]]
+        if places and places[-1] - places[0] + 1 != len(places):
+            raise PromptError(f"row {number} has padding between its tokens; expected it at one end")
+        prompts.append(whole_ids([row[place] for place in places]))
+    return prompts
+
+
+def _rows(numbers: Any) -> list[list[Any]] | None:
+    found = numbers.tolist() if isinstance(numbers, Tensor | np.ndarray) else numbers
+    if isinstance(found, list | tuple) and found and not isinstance(found[0], list | tuple):
+        found = [found]  # what a tokenizer makes of a single text
+    if not isinstance(found, list | tuple) or not all(isinstance(row, list | tuple) for row in found):
+        return None
+    return [list(row) for row in found]

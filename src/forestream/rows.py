@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.drafting import DraftTree
+from forestream.errors import ConfigError, GrammarError
 from forestream.processors import limits, penalties, warpers
 from forestream.requests import Request
 from forestream.sampling import Processor, acceptable, draw, greedy
@@ -108,8 +109,14 @@ class Row:
         if self._processors:
             ids = self._ids(logits.device)
             for processor in self._processors:
-                scores = processor(ids, scores)
+                scores = processor(ids, scores) if isinstance(scores, Tensor) else scores
+        if not isinstance(scores, Tensor):
+            raise ConfigError(f"a processor returned {scores!r}; expected logits [1, V]")
         law = scores[0]
+        if self._filters and not law.max() > -torch.inf:
+            raise GrammarError(
+                "the grammar allows nothing that the other rules allow: look at min_new_tokens, bad words, processors"
+            )
         sampling = self.request.sampling
         if sampling.lossy and (draft := acceptable(law, drafts, sampling)) is not None:
             return draft, law
@@ -132,7 +139,7 @@ class Row:
 
     def _ends(self, criterion: Callable[[Tensor, Tensor], object], scores: Float[Tensor, " V"]) -> bool:
         said = criterion(self._ids(scores.device), scores[None])
-        return bool(said.any()) if isinstance(said, Tensor) else bool(said)
+        return said is not None and bool(torch.as_tensor(said).any())
 
     @property
     def _seen(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     LogitsProcessorList,
     MaxTimeCriteria,
     StoppingCriteria,
@@ -17,6 +19,7 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 
 import tiny
 from forestream.config import DecodeSettings
@@ -25,7 +28,7 @@ from forestream.generation import Generator
 from forestream.hosted import custom_generate
 from forestream.sampling import greedy
 from subject import model_of
-from wrapped import prompt
+from wrapped import STREAMS, prompt
 from zoo import HOSTS
 
 every_family = pytest.mark.parametrize("family", sorted(HOSTS))
@@ -180,7 +183,7 @@ def test_streamers_are_told_however_they_are_given() -> None:
     here, inputs = generator(), padded(prompt(6))
     text = here.tokenizer.decode(same(here, inputs)[0, 6:].tolist())
     for handed in (True, False):
-        streamer = TextIteratorStreamer(here.tokenizer, skip_prompt=handed)
+        streamer = TextIteratorStreamer(here.tokenizer, skip_prompt=True)
         method = custom_generate(here, None if handed else streamer)
         sample(here, inputs, method, do_sample=False, **({"streamer": streamer} if handed else {}))
         assert "".join(streamer) == text
@@ -234,3 +237,54 @@ def test_without_the_method_the_host_is_untouched(family: str) -> None:
     same(here, padded(prompt(9)))
     assert torch.equal(here.host(ids).logits, before)
     assert greedy(before[0, -1:]) == greedy(here.host(ids).logits[0, -1:])
+
+
+class Switched(StoppingCriteria):
+    """Turned by somebody else, such as a button."""
+
+    def __init__(self) -> None:
+        self.on, self.lock = False, threading.Lock()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **keywords: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.on)
+
+
+class Switching(BaseStreamer):
+    """Turns the switch at the fourth put: the prompt's, and three tokens."""
+
+    def __init__(self, switch: Switched) -> None:
+        self.switch, self.puts = switch, 0
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+        self.switch.on = self.puts >= 4
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def test_a_criterion_that_is_turned_from_outside_is_the_callers_own() -> None:
+    here, inputs, lengths = generator(), padded(prompt(6)), []
+    for method in (None, custom_generate(here)):
+        switch = Switched()
+        asked: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([switch]), "streamer": Switching(switch)}
+        keywords = {} if method is None else {"custom_generate": method}
+        lengths.append(here.host.generate(**inputs, max_new_tokens=NEW, do_sample=False, **asked, **keywords).shape[1])
+    assert lengths[0] < 6 + NEW
+    assert lengths[0] <= lengths[1] <= lengths[0] + STREAMS, "the rest of the pass had been written already"
+
+
+def test_ends_of_the_users_own_criteria_hold() -> None:
+    here, inputs = generator(), padded(prompt(6))
+    text = same(here, inputs)[0, 6:].tolist()
+    end = next(token for token in text[3:] if token not in text[:3])
+    for eos in (None, PAD):
+        criteria = StoppingCriteriaList([EosTokenCriteria(eos_token_id=end)])
+        written = same(here, inputs, eos_token_id=eos, stopping_criteria=criteria)
+        assert int(written[0, -1]) == end
+
+
+def test_without_a_padding_token_rows_are_filled_with_the_end() -> None:
+    here, inputs = generator(), padded(prompt(5, seed=1), prompt(9, seed=2))
+    text = same(here, inputs)[:, 9:]
+    same(here, inputs, eos_token_id=(int(text[0, 2]), 88), pad_token_id=None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jaxtyping import Float, Int
@@ -16,8 +18,9 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.drafting import DraftTree
-from forestream.errors import AcceptanceWarning, ConfigError, PromptError
+from forestream.errors import AcceptanceWarning, ConfigError, GrammarError, PromptError
 from forestream.generation import Generation, Generator
+from forestream.grammar import Grammar
 from forestream.memory import Memory
 from forestream.requests import Request
 from forestream.schedule import Schedule
@@ -255,11 +258,10 @@ def test_a_batch_is_its_rows_one_by_one(law: dict[str, Any], method: Any) -> Non
     assert all(one.text == shared.text(one.tokens) and one.finish for one in found)
 
 
-def test_a_row_that_was_asked_for_keys_all_texts() -> None:
+def test_a_row_that_was_asked_for_is_the_first_texts() -> None:
     shared = writer()
-    law = {"temperature": 1.0, "row": 7}
-    found = shared.generate_batch([PROMPT, PROMPT], **law)
-    assert [one.tokens for one in found] == [shared.generate(PROMPT, **law).tokens] * 2
+    found = shared.generate_batch([PROMPT, PROMPT], temperature=1.0, row=7)
+    assert [one.tokens for one in found] == [shared.generate(PROMPT, temperature=1.0, row=row).tokens for row in (7, 8)]
 
 
 def test_samples_of_one_prompt_differ_and_share_its_prompt_pass() -> None:
@@ -291,7 +293,7 @@ def test_each_text_of_a_batch_has_processors_and_criteria_of_its_own() -> None:
     given = asked()
     assert [one.tokens for one in shared.generate_batch(PROMPTS, **given)] == wanted
     assert [len(tokens) for tokens in wanted] == [5] * 4
-    assert (given["processors"][0].seen, given["criteria"][0].calls) == ([], 0)
+    assert (len(given["processors"][0].seen), given["criteria"][0].calls) == (5, 5), "the caller's own saw one text"
 
 
 class Fifth:
@@ -363,3 +365,81 @@ def test_a_request_takes_its_cap_along() -> None:
     here = writer()
     assert here.request(PROMPT).max_new_tokens is None
     assert len(here.generate(here.request(PROMPT, max_new_tokens=3)).tokens) == 3
+
+
+# --- usual forms of prompts, and what batches share -----------------------------------------------------------------
+
+
+def test_prompts_come_in_any_usual_form() -> None:
+    here, ids = writer(), [5, 6, 7]
+    wanted = here.generate(ids).tokens
+    made = here.tokenizer(PROMPT)
+    for form in (tuple(ids), torch.tensor(ids), torch.tensor([ids]), np.array(ids), [ids], [np.int64(i) for i in ids]):
+        assert here.generate(form).tokens == wanted
+    assert here.generate(made).tokens == here.generate(PROMPT).tokens
+    assert here.generate(here.tokenizer(PROMPT, return_tensors="pt")).tokens == here.generate(PROMPT).tokens
+    together = here.tokenizer(["a", PROMPT])
+    assert [one.tokens for one in here.generate_batch(together)] == [here.generate(p).tokens for p in ("a", PROMPT)]
+    assert here.generate(ids, max_new_tokens=np.int64(3), seed=np.int64(1)).tokens == wanted[:3]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [5.0, 6.5], [True, False], [[5], [6]], ["ab", "cd"], {"x": 1}, [None]])
+def test_prompts_of_other_forms_are_refused(wrong: Any) -> None:
+    with pytest.raises(PromptError):
+        writer().generate(wrong)
+
+
+def test_calls_that_make_no_sense_are_refused() -> None:
+    here = writer()
+    with pytest.raises(ConfigError, match="method is 'plian'"):
+        here.generate_batch([PROMPT], "plian")  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="a batch takes several"):
+        here.generate_batch(PROMPT)
+    with pytest.raises(ConfigError, match="expected a Memory"):
+        here.generate(PROMPT, memory=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a processor returned None"):
+        here.generate(PROMPT, processors=[lambda ids, scores: None])
+
+
+class After:
+    """True once it was called so many times; a switch that another thread might turn cannot be copied."""
+
+    def __init__(self, calls: int, switch: Any = None) -> None:
+        self.left, self.switch = calls, switch
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> list[bool]:
+        self.left -= 1
+        return [self.left <= 0]
+
+
+@pytest.mark.parametrize("switch", [None, "a lock"])
+def test_the_first_text_of_a_batch_has_the_callers_own_criteria(switch: Any) -> None:
+    here, own = writer(), After(4, threading.Lock() if switch else None)
+    found = here.generate_batch([PROMPT, "a"], criteria=[own], eos=())
+    assert own.left <= 0
+    if not switch:
+        assert [len(one.tokens) for one in found] == [4, 4]
+        request = here.request("a", criteria=[After(3)], eos=())
+        assert [len(one.tokens) for one in here.generate_batch([request, request])] == [3, 3]
+
+
+def test_a_cap_beside_a_request_goes_before_its_own() -> None:
+    here = writer()
+    assert len(here.generate(here.request(PROMPT, max_new_tokens=5, eos=()), max_new_tokens=3).tokens) == 3
+
+
+def test_plain_text_is_never_lossy() -> None:
+    (found,) = writer().generate_batch([PROMPT], "plain", accept="typical", threshold=0.1)
+    assert not found.lossy
+
+
+def test_a_grammar_knows_the_ends_of_its_own_call() -> None:
+    here, three = writer("bytes"), Grammar.regex("[ab]{3}")
+    for eos in ((5,), (7, 9), here.eos):
+        found = here.generate("ab", grammar=three, eos=eos)
+        assert len(found.tokens) <= 4
+        assert found.tokens[-1] in eos
+    with pytest.raises(ConfigError):
+        here.generate("ab", grammar=three, eos=())
+    with pytest.raises(GrammarError, match="the grammar allows nothing that the other rules allow"):
+        here.generate("ab", grammar=three, min_new_tokens=10)

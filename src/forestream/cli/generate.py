@@ -98,6 +98,8 @@ def generate(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens,
     )
+    if stream and batch_size > 1:
+        raise ConfigError("--stream shows one text at a time; found --batch-size above 1")
     prompts = _prompts(prompt, file)
     generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     generator.schedule = options.schedule_of(found, decoding)
@@ -155,7 +157,7 @@ def _prompts(prompt: str | None, file: Path | None) -> list[str]:
         raise PromptError("found no prompt; give one as an argument, a file of them with --file, or lines on stdin")
     name = "stdin" if file is None else str(file)
     try:
-        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is no UTF-8 text ({error.reason} at byte {error.start})") from error
     prompts = [line for _, line in numbered_lines(text)]

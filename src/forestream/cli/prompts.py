@@ -27,7 +27,7 @@ def read_prompts(file: Path) -> list[Prompt]:
     """
     try:
         data = file.read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise PromptError(f"{file} cannot be read ({error.strerror}); expected a file of prompts") from error
     except UnicodeDecodeError as error:

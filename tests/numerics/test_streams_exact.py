@@ -23,6 +23,7 @@ from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.pruning import KeepAbove, KeepBest, edge_scores
 from forestream.steps import tokens_of
+from forestream.topology import Topology
 from oracle import Prophet, assert_no_trace, assert_packed_equals_plain, prefilled, slow_tree_logits
 from treepass import CLOSE, TOKENS, TREE, close, tree_pass
 from wrapped import STREAMS, ajar, prompt, wrapped
@@ -193,6 +194,18 @@ def test_survivors_are_as_if_nothing_had_been_pruned(host: str, mode: str) -> No
         assert kept == survivors
         close(pruned_main, main[list(survivors)], f"main logits of {survivors}")
         close(pruned_ahead, ahead[:, list(survivors)], f"streams of {survivors}")
+
+
+@both_modes
+@torch.no_grad()
+def test_survivors_with_as_many_slots_as_the_tree_had_nodes(mode: str) -> None:
+    """Two of six nodes with two streams each: the masks of the one pass are not those of the other."""
+    model, text, tokens = wrapped("llama", mode), prompt(9), (11, 5, 6, 7, 8, 9)
+    tree = Topology((-1, 0, 0, 0, 2, 4))
+    pruned = tree_pass(model, text, range(6), 2, tokens, tree, prune=lambda trunk: (0, 2))
+    alone = tree_pass(model, text, range(2), 2, (11, 6), Topology((-1, 0)))
+    for what, found, wanted in zip(("main", "stream"), pruned, alone, strict=False):
+        close(found, wanted, f"{what} logits of survivors")
 
 
 @pytest.mark.parametrize("host", ["llama", "opt-post", "gemma3"])

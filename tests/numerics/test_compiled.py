@@ -133,6 +133,7 @@ def test_batches_of_ragged_prompts_share_code_for_any_number(host: str, mode: st
     again = together(wrapped(host, mode), asked, settings, truths)
     assert [outline(steps) for steps in found] == [outline(steps) for steps in again]
     assert accepted(found) > 5
+    assert_as_alone(model, requests((5,), 12), settings, rate=0.0)  # the last text of a batch has code of its own
     before = graphs()
     assert_as_alone(model, requests((4, 2, 7, 8, 1, 5), (6, 9, 12, 3, 5, 8)), settings)
     assert graphs() == before

@@ -133,7 +133,9 @@ def test_batches_of_ragged_prompts_share_code_for_any_number(host: str, mode: st
     again = together(wrapped(host, mode), asked, settings, truths)
     assert [outline(steps) for steps in found] == [outline(steps) for steps in again]
     assert accepted(found) > 5
-    assert_as_alone(model, requests((5,), 12), settings, rate=0.0)  # the last text of a batch has code of its own
+    # Drafts that never hit: all texts end with the same pass, so none is left alone and gets code of its own. A prompt
+    # of 2 tokens and 4 streams would, too: it has as many slots as a usual pass.
+    assert_as_alone(model, requests((5, 3, 9), 9), settings, rate=0.0)
     before = graphs()
-    assert_as_alone(model, requests((4, 2, 7, 8, 1, 5), (6, 9, 12, 3, 5, 8)), settings)
+    assert_as_alone(model, requests((4, 3, 7, 8, 1, 5), 9), settings, rate=0.0)
     assert graphs() == before

@@ -109,7 +109,8 @@ class Soak:
         found = self.generator.generate_batch(prompts, **asked)
         if self.served % EVERY == 0:
             fresh: Generator = writer.__wrapped__(layers=2)
-            wanted = [fresh.generate(prompt, **{"row": row, **asked}) for row, prompt in enumerate(prompts)]
+            first = asked.get("row", 0)
+            wanted = [fresh.generate(prompt, **asked | {"row": first + row}) for row, prompt in enumerate(prompts)]
             assert [one.tokens for one in found] == [one.tokens for one in wanted], (prompts, asked)
             self.compared += 1
 

@@ -97,7 +97,7 @@ class CompiledLayers(EagerLayers):
         self._weights = [_tensors(layer) for layer in port.layers]
         self._kinds = _alike(port, self._weights, gate)
         self._fixed = {1}
-        self._full: set[tuple[range, bool]] = set()
+        self._full: set[range] = set()
         self._code: dict[tuple[tuple[int, ...], bool, bool], Callable[..., Tensor]] = {}
 
     def fix(self, rows: Iterable[int]) -> None:
@@ -129,7 +129,7 @@ class CompiledLayers(EagerLayers):
             # The compiler keeps so many pieces of code, for a span and in a process; beyond that, code for any size
             # or the layers as they are do the same.
             for fixed in (True, False):
-                if (fixed and (rows > 1 or slots not in self._fixed)) or (block, fixed) in self._full:
+                if (rows > 1 or slots not in self._fixed) if fixed else block in self._full:
                     continue
                 if fixed is not loosened:
                     _loosen(given, where, opened, fixed)
@@ -142,7 +142,7 @@ class CompiledLayers(EagerLayers):
                     if fixed:
                         self._fixed.discard(slots)
                     else:
-                        self._full.add((block, fixed))
+                        self._full.add(block)
                     continue
                 break
             else:

@@ -9,6 +9,7 @@ import torch
 
 from forestream.data import prompt_ids
 from forestream.generation import Generator
+from forestream.requests import padded
 from forestream.tasks.base import Example
 
 Way = Literal["forestream", "plain", "batched"]
@@ -50,9 +51,7 @@ def _batched(
     with generator.model.as_host() as host:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            width = max(len(prompts[i]) for i in batch)
-            ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            ids, mask = padded([prompts[i] for i in batch], pad)
             written = host.generate(
                 input_ids=ids.to(generator.model.device),
                 attention_mask=mask.to(generator.model.device),
@@ -63,7 +62,7 @@ def _batched(
                 eos_token_id=list(generator.eos) or None,
                 pad_token_id=pad,
             )
-            for i, row in zip(batch, written[:, width:].tolist(), strict=True):
+            for i, row in zip(batch, written[:, ids.shape[1] :].tolist(), strict=True):
                 texts[i] = generator.text(row)
             advance(len(batch))
     return texts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,9 @@ from forestream.errors import AcceptanceWarning, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
-from forestream.requests import Request, each_its_own, unpadded, whole_ids
+from forestream.requests import Request, each_its_own, several, unpadded, whole_ids
 from forestream.schedule import Schedule
-from forestream.steps import Counters, Finish, Step, TokenScore, tokens_of
+from forestream.steps import Counters, Finish, Step, TokenScore, by_text, tokens_of
 from forestream.writing import Piece, Writing
 
 _WARM_PROMPT = 24  # tokens
@@ -214,12 +214,8 @@ class Generator:
             if method == "plain"
             else decode_batch(self.model, requests, self._schedule(settings, asked))
         )
-        steps: list[list[Step]] = [[] for _ in requests]
-        for outcome in run:
-            for number, step in outcome:
-                steps[number].append(step)
         lossy = [one.sampling.lossy and method != "plain" for one in requests]
-        return [self.collect(iter(own), rule) for own, rule in zip(steps, lossy, strict=True)]
+        return [self.collect(iter(own), rule) for own, rule in zip(by_text(run, len(requests)), lossy, strict=True)]
 
     def collect(self, steps: Iterator[Step], lossy: bool = False) -> Generation:
         """Run `steps` to the end."""
@@ -270,17 +266,17 @@ class Generator:
         given = {name: asked[name] for name in asked if name in _REQUEST}
         for name in ("processors", "criteria", "eos"):
             if name in given:
-                given[name] = _several(given[name])
+                given[name] = several(given[name])
         given["criteria"] = (*given.get("criteria", ()), *self._stops(asked.get("stop")))
         if (grammar := asked.get("grammar")) is not None:
             if not isinstance(grammar, Grammar):
                 raise ConfigError(f"grammar is {grammar!r}; expected a Grammar")
             started = self._fitted(grammar, given.get("eos", self.eos)).start()
             given["processors"] = (*given.get("processors", ()), started)
-        return Request(**{"prompt": tuple(self._ids(prompt)), "eos": self.eos, "sampling": sampling, **given}), settings
+        return Request(**{"prompt": self._ids(prompt), "eos": self.eos, "sampling": sampling, **given}), settings
 
     def _stops(self, stop: Any) -> tuple[StopStringCriteria, ...]:
-        strings = _several(stop)
+        strings = several(stop)
         if not all(isinstance(one, str) and one for one in strings):
             raise ConfigError(f"stop is {stop!r}; expected strings, none of them empty")
         try:
@@ -332,13 +328,6 @@ def _inputs_of(inputs: Mapping[str, Any]) -> tuple[Any, Any]:
             f"found {', '.join(map(repr, inputs)) or 'nothing'}; expected input_ids, as a tokenizer makes them"
         )
     return inputs["input_ids"], inputs.get("attention_mask")
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    """What was given as a tuple: one thing, several of them, or None."""
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def end_tokens(model: StreamingLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class _Kept:
     scores: list[Tensor] = field(default_factory=list)
 
     def __call__(self, token: int, logits: Tensor, scores: Tensor) -> None:
-        self.logits.append(logits.float())
+        self.logits.append(logits.to(torch.float32, copy=True))  # a view would keep all logits of its pass
         self.scores.append(scores.float())
 
 
@@ -91,15 +91,15 @@ def custom_generate(generator: Generator, streamer: BaseStreamer | None = None) 
             raise ConfigError(f"a streamer takes one text; {len(input_ids)} were asked for")
         if streamer is not None:
             streamer.put(input_ids.cpu())  # `generate` tells its own of the prompt
-        keeps = bool(generation_config.return_dict_in_generate)
+        dictionary = bool(generation_config.return_dict_in_generate)
         kept = [_Kept() for _ in input_ids]
         asked = _requests(generator, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
-        if keeps:
+        if dictionary and (generation_config.output_scores or generation_config.output_logits):
             asked = [replace(one, watch=own) for one, own in zip(asked, kept, strict=True)]
         run = decode_batch(generator.model, asked, generator.schedule or generator.settings)
         texts = _written(run, len(asked), told)
         sequences = _padded(input_ids, texts, generation_config, asked[0].eos)
-        if not keeps:
+        if not dictionary:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,

@@ -196,16 +196,16 @@ class StreamingLM(nn.Module):
         given = self._inputs(nodes, lengths, states)
         states = self._drive(self.trunk_layers, states, nodes, given, cache)
         kept = tuple(tuple(range(len(tree))) for tree in trees) or (tuple(range(pack.mains)),) * len(ids)
+        pruned = False
         if prune is not None and trees:
             kept = prune(states)
-            if any(len(own) < len(tree) for own, tree in zip(kept, trees, strict=True)):
+            pruned = any(len(own) < len(tree) for own, tree in zip(kept, trees, strict=True))
+            if pruned:
                 left = [tree.subset(own) for tree, own in zip(trees, kept, strict=True)]
                 pack = Pack.forest(left, [range(len(own)) if pack.streams else () for own in kept], pack.streams)
                 states = _picked(states, kept)
-                nodes = pack.main_only()
-                given = self._inputs(nodes, lengths, states)
         slots = self._attach(states, pack)
-        if pack.streams:
+        if pack.streams or pruned:
             given = self._inputs(pack, lengths, slots)
         outcome = self._drive(self.stream_layers, slots, pack, given, cache)
         main, streams = outcome[:, : pack.mains], outcome[:, pack.mains :]

@@ -84,7 +84,8 @@ def _vocabulary(model: StreamingLM) -> int:
 
 def _strange(model: StreamingLM, ids: Sequence[int]) -> int | None:
     """The first of `ids` that the model does not know."""
-    return next((i for i in ids if not 0 <= i < _vocabulary(model)), None)
+    size = _vocabulary(model)
+    return next((i for i in ids if not 0 <= i < size), None)
 
 
 @torch.inference_mode()
@@ -158,8 +159,10 @@ def begin(
             source, main, ahead = read[prompt]
             cache.copy_row(source, place)
         else:
-            alone = cache if len(rows) == 1 else cache.row(place)
-            model.layers.admit(alone)
+            alone = cache
+            if len(rows) > 1:
+                alone = cache.row(place)
+                model.layers.admit(alone)
             main, ahead = prompt_pass(model, prompt, streams, alone, settings.prompt_chunk)
             cache.lengths[place] = len(prompt)
             read[prompt] = place, main, ahead

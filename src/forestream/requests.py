@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import StopStringCriteria
@@ -64,8 +65,7 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", whole_ids(self.prompt))
         for name in ("eos", "processors", "criteria"):
-            found = getattr(self, name)
-            object.__setattr__(self, name, tuple(found) if isinstance(found, Iterable) else (found,))
+            object.__setattr__(self, name, several(getattr(self, name)))
         for token in self.eos:
             whole("eos", token, 0)
         for name in ("max_new_tokens", "logprobs"):
@@ -73,8 +73,8 @@ class Request:
                 whole(name, number, 0)
         whole("row", self.row, 0, 2**64 - 1)
         watch = () if self.watch is None else (self.watch,)
-        for name, several in (("processors", self.processors), ("criteria", self.criteria), ("watch", watch)):
-            for one in several:
+        for name, given in (("processors", self.processors), ("criteria", self.criteria), ("watch", watch)):
+            for one in given:
                 if not callable(one):
                     raise ConfigError(f"{name} is or holds {one!r}; expected something that can be called")
 
@@ -82,6 +82,13 @@ class Request:
     def of(prompt: Request | Sequence[int], eos: Sequence[int] = ()) -> Request:
         """`prompt`, if it is a request already, or a request to go on from it greedily."""
         return prompt if isinstance(prompt, Request) else Request(tuple(prompt), tuple(eos))
+
+
+def several(given: Any) -> tuple[Any, ...]:
+    """What was given as a tuple: one thing, several of them, or None."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def each_its_own(requests: Sequence[Request]) -> list[Request]:
@@ -94,9 +101,9 @@ def each_its_own(requests: Sequence[Request]) -> list[Request]:
     for request in requests:
         changed: dict[str, Any] = {}
         for name in ("processors", "criteria"):
-            several = getattr(request, name)
-            changed[name] = tuple(_copied(one) if id(one) in seen else one for one in several)
-            seen.update(map(id, several))
+            given = getattr(request, name)
+            changed[name] = tuple(_copied(one) if id(one) in seen else one for one in given)
+            seen.update(map(id, given))
         found.append(replace(request, **changed))
     return found
 
@@ -128,6 +135,14 @@ def whole_ids(prompt: Any) -> tuple[int, ...]:
         raise PromptError(
             f"the prompt is {shown[:60]}{'...' if len(shown) > 60 else ''}; expected a text, or token ids of one"
         ) from None
+
+
+def padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Prompts in one batch, filled up on the left as the host library wants it, and the mask that tells."""
+    longest = max(map(len, prompts))
+    ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 def unpadded(ids: Any, mask: Any = None) -> list[tuple[int, ...]]:

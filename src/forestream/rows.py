@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -109,9 +108,9 @@ class Row:
         if self._processors:
             ids = self._ids(logits.device)
             for processor in self._processors:
-                scores = processor(ids, scores) if isinstance(scores, Tensor) else scores
-        if not isinstance(scores, Tensor):
-            raise ConfigError(f"a processor returned {scores!r}; expected logits [1, V]")
+                scores = processor(ids, scores)
+                if not isinstance(scores, Tensor):
+                    raise ConfigError(f"a processor returned {scores!r}; expected logits [1, V]")
         law = scores[0]
         if self._filters and not law.max() > -torch.inf:
             raise GrammarError(
@@ -131,15 +130,14 @@ class Row:
         if self.request.watch is not None:
             self.request.watch(token, logits, scores)
         # All of them are called, whatever the others say: a criterion may count.
-        said = [self._ends(criterion, scores) for criterion in self.request.criteria]
-        if token in self.request.eos or any(said):
+        said = []
+        if self.request.criteria:
+            ids = self._ids(scores.device)
+            said = [criterion(ids, scores[None]) for criterion in self.request.criteria]
+        if token in self.request.eos or any(one is not None and torch.as_tensor(one).any() for one in said):
             self.finish = "stop"
         elif self.left <= 0:
             self.finish = "length"
-
-    def _ends(self, criterion: Callable[[Tensor, Tensor], object], scores: Float[Tensor, " V"]) -> bool:
-        said = criterion(self._ids(scores.device), scores[None])
-        return said is not None and bool(torch.as_tensor(said).any())
 
     @property
     def _seen(self) -> list[int]:

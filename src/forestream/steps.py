@@ -196,6 +196,15 @@ def acceptance_by_place(steps: Sequence[Step], prompt: int, bucket: int = 256) -
     return [1 + own / max(count, 1) for own, count in zip(accepted, passes, strict=True)]
 
 
+def by_text(run: Iterable[Sequence[tuple[int, Step]]], texts: int) -> list[list[Step]]:
+    """Run a batch to the end: the steps of each of its `texts`, none of a text that may have no tokens."""
+    steps: list[list[Step]] = [[] for _ in range(texts)]
+    for outcome in run:
+        for number, step in outcome:
+            steps[number].append(step)
+    return steps
+
+
 def tokens_of(steps: Sequence[Step]) -> tuple[int, ...]:
     """All tokens of a run in order."""
     return tuple(token for step in steps for token in step.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.requests import Request
 from forestream.schedule import Schedule
-from forestream.steps import Step
+from forestream.steps import Step, by_text
 
 # From prompts that are decoded together to the steps of each text.
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
@@ -51,7 +51,11 @@ def method(
     """
     model, eos, settings = generator.model, generator.eos, generator.settings
     if name == PLAIN:
-        return Method(name, None, lambda prompts: _sorted(plain_batch(model, _asked(generator, prompts), settings)))
+        return Method(
+            name,
+            None,
+            lambda prompts: by_text(plain_batch(model, _asked(generator, prompts), settings), len(prompts)),
+        )
     if name == STOCK:
         if host is None:
             raise ConfigError(f"{STOCK} needs a model of its own, which nobody said how to load")
@@ -82,22 +86,14 @@ def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule
     """Decoding with drafts under `settings`, or under a schedule that begins with them."""
 
     def run(prompts: Sequence[Sequence[int]]) -> list[list[Step]]:
-        return _sorted(decode_batch(generator.model, _asked(generator, prompts), schedule or settings))
+        run = decode_batch(generator.model, _asked(generator, prompts), schedule or settings)
+        return by_text(run, len(prompts))
 
     return Method(name, settings, run)
 
 
 def _asked(generator: Generator, prompts: Sequence[Sequence[int]]) -> list[Request]:
     return [Request(tuple(prompt), generator.eos, generator.sampling, row=row) for row, prompt in enumerate(prompts)]
-
-
-def _sorted(run: Iterator[list[tuple[int, Step]]]) -> list[list[Step]]:
-    """Steps by text."""
-    steps: dict[int, list[Step]] = {}
-    for outcome in run:
-        for number, step in outcome:
-            steps.setdefault(number, []).append(step)
-    return [steps[number] for number in sorted(steps)]
 
 
 def _size(tree: str, size: int) -> dict[str, Any]:

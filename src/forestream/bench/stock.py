@@ -14,6 +14,7 @@ from forestream.config import DecodeSettings
 from forestream.drafting import DraftTree
 from forestream.model import StreamingLM
 from forestream.prefill import ROOT_ALONE, token_limit
+from forestream.requests import padded
 from forestream.steps import Finish, Step
 
 
@@ -42,22 +43,20 @@ def stock(
         model: must not be prepared: its host is to be as the library made it.
     """
     limit = min(token_limit(model, prompt, settings.max_new_tokens) for prompt in prompts)
-    longest, pad = max(map(len, prompts)), eos[0] if eos else 0
-    clock = _Clock()
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    pad, clock = eos[0] if eos else 0, _Clock()
+    ids, mask = padded(prompts, pad)
     arguments: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "do_sample": False}
     with model.as_host() as host:
         written = host.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
             max_new_tokens=limit,
             eos_token_id=list(eos) or None,
             pad_token_id=pad,
             streamer=clock,
             **arguments,
         )
-    texts = [_until_end(row[longest:].tolist(), eos) for row in written]
+    texts = [_until_end(row[ids.shape[1] :].tolist(), eos) for row in written]
     seconds = [b - a for a, b in pairwise(clock.times)]
     return [_steps(tokens, seconds, [len(text) for text in texts], limit, eos) for tokens in texts]
 

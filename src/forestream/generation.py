@@ -220,8 +220,7 @@ class Generator:
     def collect(self, steps: Iterator[Step], lossy: bool = False) -> Generation:
         """Run `steps` to the end."""
         done = tuple(steps)
-        counters = Counters()
-        counters.extend(done)
+        counters = Counters.of(done)
         tokens = tokens_of(done)
         if counters.drafting >= _DRAFTS_ENOUGH and not counters.accepted:
             warn(AcceptanceWarning(_NOTHING_ACCEPTED.format(passes=counters.drafting)), stacklevel=2)

@@ -91,6 +91,13 @@ class Counters:
     _offered: list[int] = field(default_factory=list)
     _reached: list[int] = field(default_factory=list)
 
+    @staticmethod
+    def of(steps: Iterable[Step]) -> Counters:
+        """The counters of one run."""
+        counters = Counters()
+        counters.extend(steps)
+        return counters
+
     def add(self, step: Step) -> None:
         self.generated += len(step.tokens)
         if step.tree is None:

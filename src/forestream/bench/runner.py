@@ -118,7 +118,7 @@ def compare(
         for name, texts in runs.items():
             for place, again in enumerate(texts):
                 own, wanted = _text(name, first + place, again), tokens_of(runs[PLAIN][place][0])
-                records[name].runs.append(Run(own, tuple(_counted(steps) for steps in again)))
+                records[name].runs.append(Run(own, tuple(map(Counters.of, again))))
                 if own == wanted:
                     records[name].equal += 1
                 else:
@@ -126,12 +126,6 @@ def compare(
         for _ in group:
             advance()
     return {name: record.summary(records[PLAIN]) for name, record in records.items()}
-
-
-def _counted(steps: Sequence[Step]) -> Counters:
-    counters = Counters()
-    counters.extend(steps)
-    return counters
 
 
 def _text(name: str, number: int, again: Sequence[Sequence[Step]]) -> tuple[int, ...]:

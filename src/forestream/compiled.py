@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from forestream.cache import PassCache, StreamCache
 from forestream.errors import ConfigError
+from forestream.lowering import direct_calls
 from forestream.ports import LayerInputs, Port, Rotary
 from forestream.streams import SlotGate
 from forestream.weights import merge_products
@@ -91,8 +92,10 @@ class CompiledLayers(EagerLayers):
 
     def __init__(self, port: Port, gate: SlotGate | None = None, whole: bool = False) -> None:
         super().__init__(port)
-        _require_compiler(next(port.model.parameters()).device)
+        device = next(port.model.parameters()).device
+        _require_compiler(device)
         self.gate = gate
+        self._direct = direct_calls(device)
         self.whole = whole
         self._weights = [_tensors(layer) for layer in port.layers]
         self._kinds = _alike(port, self._weights, gate)
@@ -183,8 +186,9 @@ class CompiledLayers(EagerLayers):
                 recompile_limit=_GRAPHS,
                 isolate_recompiles=True,
                 options={
-                    "post_grad_custom_pre_pass": _MergeProducts(),
+                    "post_grad_custom_pre_pass": _MergeProducts(bool(self._direct)),
                     "guard_filter_fn": _varying,
+                    **self._direct,
                     # Small passes gain nothing from threads between products, and lose to their waiting.
                     **({"cpp.threads": 1} if fixed else {}),
                 },
@@ -216,13 +220,20 @@ class CompiledLayers(EagerLayers):
 
 
 class _MergeProducts(CustomGraphPass):
-    """`merge_products` as a step of compilation; what it does is part of the key of the compiler's disk cache."""
+    """`merge_products` as a step of compilation; what it does is part of the key of the compiler's disk cache.
+
+    Args:
+        direct: whether products are lowered to the kernel afterwards, which the key has to tell as well.
+    """
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         merge_products(graph)
 
     def uuid(self) -> str:
-        return "forestream.merge_products.1"
+        return f"forestream.merge_products.2.{'direct' if self.direct else 'operator'}"
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:

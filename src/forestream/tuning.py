@@ -195,3 +195,9 @@ def choose(candidates: Sequence[Prediction], results: dict[str, dict[str, Any]])
     if fastest == PLAIN:
         return PLAIN, replace(candidates[0].settings, tree="budget", shape=None, nodes=1, streams=None)
     return fastest, next(one.settings for one in candidates if one.name == fastest)
+
+
+def share_of_best(name: str, results: dict[str, dict[str, Any]]) -> float:
+    """Speed of `name` over the highest speed in `results`, in which it stands: 1 if it is the fastest."""
+    speeds = {one: float(result["speedup"]["of_totals"]) for one, result in results.items()}
+    return speeds[name] / max(speeds.values())

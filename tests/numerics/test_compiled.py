@@ -99,6 +99,23 @@ def test_a_lossless_adapter() -> None:
     assert counters.mean_acceptance_length > 1.5
 
 
+def test_up_to_the_context_limit() -> None:
+    """Prompts that leave room for 1, 2, G and G + 1 tokens: the last passes offer fewer drafts."""
+    here = twins("llama")
+    limit = here.eager.port.position_limit
+    for room in (1, 2, STREAMS, STREAMS + 1):
+        start = prompt(limit - room, seed=room)
+        steps = here.check(start, STREAMS + 9, **DEFERRED)
+        assert len(tokens_of(steps)) == room
+        assert steps[-1].finish == "length"
+
+
+def test_without_the_compilers_private_parts_products_are_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forestream.compiled.direct_calls", lambda device: {})
+    here = twins("llama")
+    assert here.begin(prompt(5), 9, **DEFERRED)
+
+
 def test_whole_spans_at_once() -> None:
     """Layers of two windows in one piece of code."""
     here, counters = twins("gemma3", compile="full"), Counters()

@@ -34,6 +34,7 @@ from forestream.tuning import (
     name_of,
     predict,
     record_traces,
+    share_of_best,
     shortlist,
     this_setup,
 )
@@ -207,6 +208,12 @@ def test_where_nothing_is_faster_than_plain_decoding_nothing_is_drafted() -> Non
     assert (settings.tree, settings.nodes) == ("budget", 1)
 
 
+def test_how_far_a_choice_is_from_the_best() -> None:
+    results = {name: {"speedup": {"of_totals": speed}} for name, speed in {PLAIN: 1.0, "b": 1.2, "c": 1.5}.items()}
+    assert share_of_best("b", results) == pytest.approx(0.8)
+    assert share_of_best("c", results) == 1.0
+
+
 def test_traces_of_a_generator_foretell_its_passes(generator: Generator) -> None:
     prompts = [tuple(range(2, 12)), tuple(range(5, 30))]
     traces = record_traces(generator, prompts)
@@ -267,6 +274,23 @@ def test_the_host_librarys_generate_needs_a_model_of_its_own(generator: Generato
         method("transformers", generator)
 
 
+def test_plain_decoding_in_another_dtype_is_a_method(generator: Generator, adapter: Path) -> None:
+    asked: list[str] = []
+
+    def load(dtype: str) -> Generator:
+        asked.append(dtype)
+        return Generator.from_pretrained(adapter, dtype=getattr(torch, dtype), settings=generator.settings)
+
+    given = [tuple(range(2, 12))]
+    (own,) = method("plain-float32", generator, load=load).run(given)
+    assert asked == ["float32"]
+    assert tokens_of(own) == tokens_of(method("plain", generator).run(given)[0])
+    with pytest.raises(ConfigError, match="model of its own"):
+        method("plain-bfloat16", generator)
+    with pytest.raises(ConfigError, match="unknown method"):
+        method("plain-int3", generator, load=load)
+
+
 # --- the commands -------------------------------------------------------------------------------------------------
 
 
@@ -279,13 +303,16 @@ def test_what_tune_chooses_is_what_generate_uses(adapter: Path, tmp_path: Path) 
     profiled = run("profile", "--adapter", adapter, "--dtype", "float32", "--context", 8, "--output", costs)
     assert profiled.exit_code == 0, profiled.output
     arguments = ("--adapter", adapter, "--task", "synthetic", "--limit", 2, "--candidates", 2, "--dtype", "float32")
-    tuned = run("tune", *arguments, "--profile", costs, "--json", record)
+    tuned = run("tune", *arguments, "--confirm", "test", "--profile", costs, "--json", record)
     assert tuned.exit_code == 0, tuned.output
     assert "predicted" in tuned.output
     found = json.loads(record.read_text())
     kept = Tuned.read(adapter / FILE)
     assert kept.decode == DecodeSettings.from_dict(found["chosen"]["settings"])
     assert len(found["methods"]) == 3
+    assert found["confirmed"]["split"] == "test"
+    assert set(found["confirmed"]["methods"]) == set(found["methods"])
+    assert f"{found['chosen']['name']} reaches" in tuned.output
     assert set(found["prediction_errors"]) == set(found["methods"]) - {"plain"}
     written = tmp_path / "generate.json"
     made = run("generate", "--adapter", adapter, "abc", "--dtype", "float32", "--json", written, "--max-new-tokens", 9)

@@ -22,6 +22,7 @@ from forestream.steps import Step, by_text
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
 PLAIN = "plain"
 STOCK = "transformers"
+_PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
 
 
@@ -35,11 +36,16 @@ class Method:
 
 
 def method(
-    name: str, generator: Generator, prune_below: float = 0.05, host: Callable[[], StreamingLM] | None = None
+    name: str,
+    generator: Generator,
+    prune_below: float = 0.05,
+    host: Callable[[], StreamingLM] | None = None,
+    load: Callable[[str], Generator] | None = None,
 ) -> Method:
     """The method of this name, on this generator.
 
     plain                    one token a pass
+    plain-DTYPE              the same, on the model that `load` loads in float32, bfloat16 or float16
     transformers             the host library's own generate, on the model that `host` loads, as the library made it
     forestream               the generator's own settings
     budget-M, full-K         a tree of M nodes, or of the K best tokens of each stream
@@ -49,30 +55,29 @@ def method(
     Raises:
         ConfigError: the name is none of these.
     """
-    model, eos, settings = generator.model, generator.eos, generator.settings
     if name == PLAIN:
-        return Method(
-            name,
-            None,
-            lambda prompts: by_text(plain_batch(model, _asked(generator, prompts), settings), len(prompts)),
-        )
+        return _plain(name, generator)
+    if (match := _PLAIN_IN.fullmatch(name)) is not None:
+        if load is None:
+            raise ConfigError(f"{name} needs a model of its own, which nobody said how to load")
+        return _plain(name, load(match["dtype"]))
     if name == STOCK:
         if host is None:
             raise ConfigError(f"{STOCK} needs a model of its own, which nobody said how to load")
         if not generator.sampling.greedy:
             raise ConfigError(f"{STOCK} draws with randomness of its own, so texts cannot be compared; leave it out")
         bare = host()
-        return Method(name, None, lambda prompts: stock(bare, prompts, settings, eos))
+        return Method(name, None, lambda prompts: stock(bare, prompts, generator.settings, generator.eos))
     if name == "forestream":
-        return drafting(name, generator, settings, generator.schedule)
+        return drafting(name, generator, generator.settings, generator.schedule)
     match = _TREE.fullmatch(name)
     if match is None:
         raise ConfigError(
-            f"unknown method {name!r}; known are plain, transformers, forestream, budget-M and full-K, the last "
-            "two also with +prune, +fused or +prune+fused"
+            f"unknown method {name!r}; known are plain, plain-DTYPE, transformers, forestream, budget-M and full-K, "
+            "the last two also with +prune, +fused or +prune+fused"
         )
     settings = replace(
-        settings,
+        generator.settings,
         **_size(match["tree"], int(match["size"])),
         shape=None,
         prune_below=prune_below if match["pruned"] else 0.0,
@@ -80,6 +85,14 @@ def method(
         carriers="fused" if match["fused"] else "deferred",
     )
     return drafting(name, generator, settings)
+
+
+def _plain(name: str, generator: Generator) -> Method:
+    def run(prompts: Sequence[Sequence[int]]) -> list[list[Step]]:
+        run = plain_batch(generator.model, _asked(generator, prompts), generator.settings)
+        return by_text(run, len(prompts))
+
+    return Method(name, None, run)
 
 
 def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule: Schedule | None = None) -> Method:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,6 +16,9 @@ from forestream.cli.output import write_json
 from forestream.cli.progress import counted
 from forestream.config import SamplingSettings
 
+if TYPE_CHECKING:
+    from forestream.generation import Generator
+
 
 def bench(
     adapter: options.Adapter,
@@ -26,7 +29,8 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate."
+            "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate, "
+            "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype."
         ),
     ] = "plain,forestream",
     data_dir: Annotated[
@@ -93,7 +97,11 @@ def bench(
     generator.schedule = options.schedule_of(found, decoding)
     generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     stock = partial(options.load_host, adapter, base, dtype, device, quantise)
-    compared = [method(name.strip(), generator, prune_methods_below, stock) for name in methods.split(",")]
+
+    def other(dtype: str) -> Generator:
+        return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
+
+    compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
     prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forestream.cost import Profile
+    from forestream.generation import Generator
     from forestream.tuning import Prediction
 
 
@@ -35,6 +36,10 @@ def tune(
     batches: Annotated[
         str | None,
         typer.Option(help="Also choose for so many texts together: numbers that increase, such as 2,4,8."),
+    ] = None,
+    confirm: Annotated[
+        str | None,
+        typer.Option(help="Also run the same candidates on this split, and tell how far the choice is from its best."),
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
@@ -75,51 +80,66 @@ def tune(
     made = provenance.collect()
     folder = options.shipped_adapter(adapter)
     chosen = get_task(task)
-    examples = chosen.grouped(split, data_dir)[:limit]
+    texts = chosen.grouped(split, data_dir)[:limit]  # before anything that takes long
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
     generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     precision = options.precision(dtype, quantise)
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in texts]
     costs = (
         measure(generator, folder, precision, device, compile)
         if profile is None
         else Profile.from_dict(json.loads(profile.read_text()))
     )
-    with counted("recording what streams draft", len(prompts)) as advance:
-        traces = tuning.record_traces(generator, prompts, lambda: advance(1))
-    streams = generator.model.stream_config.streams
-    predictions = [tuning.predict(costs, traces, one) for one in tuning.grid(traces, streams, decoding)]
+    predictions = _predictions(generator, costs, prompts)
     best = tuning.shortlist(predictions, candidates)
-    with counted("running the best", len(prompts)) as advance:
-        results = tuning.measure(generator, best, prompts, repeats, lambda: advance(1))
+
+    def run(what: str, ids: Sequence[tuple[int, ...]], rows: int = 1) -> dict[str, dict[str, Any]]:
+        with counted(what, len(ids)) as advance:
+            return tuning.measure(generator, best, ids, repeats, lambda: advance(1), rows)
+
+    results = run("running the best", prompts)
     name, settings = tuning.choose(best, results)
     errors = [_error(one, results[one.name]) for one in best]
-    Console().print(_table(best, results, costs, name))
-    Console().print(f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}")
+    Console().print(
+        _table(best, results, costs, name), f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}"
+    )
     setup = tuning.this_setup(precision, device, options.compile_how(compile))
-    together: dict[int, dict[str, Any]] = {}
-    by_rows = []
-    for rows in sizes:
-        with counted(f"running the best, {rows} texts together", len(prompts)) as advance:
-            together[rows] = tuning.measure(generator, best, prompts, repeats, lambda: advance(1), rows)
-        by_rows.append((rows, tuning.choose(best, together[rows])[1]))
-        Console().print(f"{rows} texts together: {tuning.choose(best, together[rows])[0]} is the fastest")
+    together = {rows: run(f"running the best, {rows} texts together", prompts, rows) for rows in sizes}
+    by_rows = tuple((rows, tuning.choose(best, found)[1]) for rows, found in together.items())
+    for rows, found in together.items():
+        Console().print(f"{rows} texts together: {tuning.choose(best, found)[0]} is the fastest")
+    confirmed = {}
+    if confirm is not None:
+        others = [prompt_ids(generator.tokenizer, one.prompt) for one in chosen.grouped(confirm, data_dir)[:limit]]
+        confirmed = run(f"running the same on {confirm}", others)
+        Console().print(f"on {confirm}, {name} reaches {tuning.share_of_best(name, confirmed):.0%} of the best speed")
     path = output or folder / tuning.FILE
-    write_json(path, asdict(tuning.Tuned(setup, settings, tuple(by_rows))))
+    write_json(path, asdict(tuning.Tuned(setup, settings, by_rows)))
     Console(stderr=True).print(f"{name} is the fastest; {path} says so", style="dim", highlight=False)
     if json_file is not None:
-        run = {"adapter": folder.name, "task": task, "split": split, "dtype": precision, "prompts": len(prompts)}
+        about = {"adapter": folder.name, "task": task, "split": split, "dtype": precision, "prompts": len(prompts)}
         record: dict[str, Any] = {
             "provenance": made,
-            "settings": {**run, "compile": setup.compile, "repeats": repeats, "device": device},
+            "settings": {**about, "compile": setup.compile, "repeats": repeats, "device": device},
             "profile": asdict(costs),
             "predictions": [asdict(one) for one in predictions],
             "methods": results,
             "together": together,
+            "confirmed": {"split": confirm, "methods": confirmed} if confirm is not None else None,
             "chosen": {"name": name, "settings": asdict(settings)},
             "prediction_errors": {one.name: round(error, 4) for one, error in zip(best, errors, strict=True)},
         }
         write_json(json_file, record)
+
+
+def _predictions(generator: Generator, costs: Profile, prompts: Sequence[tuple[int, ...]]) -> list[Prediction]:
+    """What every setting of the grid is expected to do after these prompts."""
+    from forestream import tuning
+
+    with counted("recording what streams draft", len(prompts)) as advance:
+        traces = tuning.record_traces(generator, prompts, lambda: advance(1))
+    streams = generator.model.stream_config.streams
+    return [tuning.predict(costs, traces, one) for one in tuning.grid(traces, streams, generator.settings)]
 
 
 def _sizes(batches: str | None) -> list[int]:

@@ -1,6 +1,6 @@
 """The commands put together; an error of ours becomes one line on stderr and exit code 1.
 
-Of `verify`, 1 is an answer: its errors exit with 2.
+Of `verify` and `evaluate`, 1 is an answer: their errors exit with 2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _OneLineErrors(TyperGroup):
             Console(stderr=True, soft_wrap=True).print(
                 f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False
             )
-            raise typer.Exit(2 if ctx.invoked_subcommand == "verify" else 1) from error
+            raise typer.Exit(2 if ctx.invoked_subcommand in ("verify", "evaluate") else 1) from error
 
 
 app = typer.Typer(

@@ -91,6 +91,19 @@ class Task(ABC):
             DataError: the lengths differ, or there is nothing to score.
         """
 
+    def score_each(self, predictions: Sequence[str], examples: Sequence[Example]) -> dict[str, list[float]]:
+        """Return each of `metric_names` in percent for every example alone, in the same order.
+
+        A task's score is the mean of these; one whose score is not must not be compared example by example.
+
+        Raises:
+            DataError: the lengths differ.
+        """
+        if len(predictions) != len(examples):
+            raise DataError(f"found {len(predictions)} predictions and {len(examples)} examples; expected one for each")
+        alone = [self.score([text], [example]) for text, example in zip(predictions, examples, strict=True)]
+        return {name: [scores[name] for scores in alone] for name in self.metric_names}
+
 
 def references_of(examples: Sequence[Example]) -> list[tuple[str, ...]]:
     """Return the references alone, in the order of the examples."""

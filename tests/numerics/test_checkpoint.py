@@ -25,7 +25,7 @@ from zoo import HOSTS
 
 MADE = {"command": "forestream train", "commit": None}
 TEXT = prompt(9)
-FILES = {LORA, STREAMS, MANIFEST, PROVENANCE, "adapter_config.json"}
+FILES = {LORA, STREAMS, MANIFEST, PROVENANCE, "adapter_config.json", "README.md"}
 
 
 @pytest.fixture(scope="module")

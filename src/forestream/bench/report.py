@@ -118,6 +118,21 @@ def _rules(record: dict[str, Any]) -> str:
     return _table([*headings, *scores], rows)
 
 
+def _calibration(record: dict[str, Any]) -> str:
+    """What pruning rules keep and lose."""
+    rows = [
+        (
+            row["rule"],
+            f"{row['nodes_per_pass']:.1f} of {row['offered_per_pass']:.1f}",
+            f"{row['lost']} of {row['good']} ({100 * row['share_lost']:.1f} %)",
+            f"{row['call_reduction']:.2f}",
+            f"{row['share_of_call_reduction']:.3f}",
+        )
+        for row in record["calibration"]
+    ]
+    return _table(["rule", "nodes kept", "good edges lost", "tokens per pass", "of the unpruned"], rows)
+
+
 def _timeline(record: dict[str, Any]) -> str:
     """Parts of a pass, and its distance from reading the weights once."""
     roof, parts = record["roofline"], record["milliseconds"]
@@ -150,6 +165,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "milliseconds": _timeline,
     "hosts": _hosts,
     "guard": _guard,
+    "calibration": _calibration,
     "scores": _scores,
 }
 """By the key that tells the kind of a record."""

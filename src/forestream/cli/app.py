@@ -14,6 +14,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from forestream.cli.bench import bench
+from forestream.cli.calibrate import calibrate
+from forestream.cli.card import card
 from forestream.cli.cost import cost
 from forestream.cli.demo import demo
 from forestream.cli.evaluate import evaluate
@@ -21,6 +23,7 @@ from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
+from forestream.cli.train_scorer import train_scorer
 from forestream.cli.tune import tune
 from forestream.cli.verify import verify
 from forestream.errors import ForestreamError
@@ -58,9 +61,12 @@ app.command()(demo)
 app.command()(generate)
 app.command("inspect")(inspect_adapter)
 app.command()(train)
+app.command("train-scorer")(train_scorer)
 app.command()(evaluate)
 app.command()(bench)
 app.command()(verify)
 app.command()(profile)
 app.command()(tune)
+app.command()(calibrate)
 app.command()(cost)
+app.command()(card)

@@ -72,7 +72,8 @@ class Written:
         if count > whole or whole > len(examples):
             name = self.settings["adapter"]
             raise DataError(f"found {whole} texts of {name} for {len(examples)} inputs; expected {count} of them")
-        if self.settings.get("prompts", expected := digest(examples[:whole])) != expected:
+        expected = digest(examples[:whole])
+        if self.settings.get("prompts", expected) != expected:
             raise DataError(f"the texts of {self.settings['adapter']} were written for other inputs; write them anew")
         settings = {**self.settings, "inputs": count, "prompts": digest(examples[:count])}
         return replace(self, outputs=self.outputs[:count], settings=settings)

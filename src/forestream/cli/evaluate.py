@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from forestream.evaluation import Written
     from forestream.quality import Comparison
-    from forestream.tasks import Example
+    from forestream.tasks import Example, Task
 
 
 class Way(StrEnum):
@@ -91,6 +91,7 @@ def evaluate(
     """
     from forestream import provenance
     from forestream.evaluation import Written, digest, outputs
+    from forestream.quality import compare
     from forestream.tasks import get_task
 
     if (adapter is None) == (texts is None):
@@ -112,33 +113,28 @@ def evaluate(
 
     sources = [source for source in (adapter or texts, against) if source is not None]
     examples, written = _gather(sources, write, task, split, chosen.grouped(split, data_dir), limit)
-    each = [chosen.score_each(one.outputs, examples) for one in written]
-    scores = [chosen.score(one.outputs, examples) for one in written]
-    record: dict[str, Any] = {
-        "provenance": made,
-        "settings": written[0].settings,
-        "scores": _rounded(scores[0]),
-        "each": {name: [round(score, 4) for score in own] for name, own in each[0].items()},
-        "outputs": list(written[0].outputs),
-    }
+    own, *twin = [_scored(chosen, one, examples) for one in written]
+    record = {"provenance": made, **own}
     title = f"{task}, {split} split, {len(examples)} inputs"
-    if against is None:
-        Console().print(_scores(title, scores[0]))
-        _write(json_file, record)
-        return
-    from forestream.quality import compare
-
-    found = {name: compare(each[0][name], each[1][name], bound) for name in chosen.metric_names}
-    record["against"] = {
-        "settings": written[1].settings,
-        "scores": _rounded(scores[1]),
-        "each": {name: [round(score, 4) for score in own] for name, own in each[1].items()},
-        "outputs": list(written[1].outputs),
-    }
-    record["guard"] = {name: _entry(one) for name, one in found.items()}
-    Console().print(_guard(title, found))
-    _write(json_file, record)
+    found = {}
+    if twin:
+        found = {name: compare(own["each"][name], twin[0]["each"][name], bound) for name in chosen.metric_names}
+        record |= {"against": twin[0], "guard": {name: _entry(one) for name, one in found.items()}}
+    Console().print(_guard(title, found) if found else _scores(title, own["scores"]))
+    if json_file is not None:
+        write_json(json_file, record)
     _answer(found, bound)
+
+
+def _scored(task: Task, written: Written, examples: list[Example]) -> dict[str, Any]:
+    """One adapter's part of the record."""
+    each = task.score_each(written.outputs, examples)
+    return {
+        "settings": written.settings,
+        "scores": {name: round(score, 4) for name, score in task.score(written.outputs, examples).items()},
+        "each": {name: [round(score, 4) for score in own] for name, own in each.items()},
+        "outputs": list(written.outputs),
+    }
 
 
 def _gather(
@@ -172,15 +168,6 @@ def _gather(
                 "adapters differ"
             )
     return chosen, written
-
-
-def _rounded(scores: dict[str, float]) -> dict[str, float]:
-    return {name: round(score, 4) for name, score in scores.items()}
-
-
-def _write(path: Path | None, record: dict[str, Any]) -> None:
-    if path is not None:
-        write_json(path, record)
 
 
 def _entry(one: Comparison) -> dict[str, Any]:

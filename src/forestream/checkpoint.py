@@ -4,6 +4,7 @@ adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also load
 streams.safetensors                              P_j, the optional start map, the exit scorer
 forestream.json                                  format, StreamConfig, base model and its fingerprint
 provenance.json                                  command, commit, versions, machine
+README.md                                        the model card, written from the provenance
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from forestream import card
 from forestream.bases import fingerprint, load_base
 from forestream.config import JsonConfig, Quantise, StreamConfig
 from forestream.errors import CheckpointError, PrecisionWarning
@@ -37,6 +41,8 @@ LORA, STREAMS, MANIFEST, PROVENANCE = (
     "forestream.json",
     "provenance.json",
 )
+FILES = (LORA, "adapter_config.json", STREAMS, MANIFEST, PROVENANCE, card.FILE)
+"""The adapter's own files: what is copied and sent to a hub."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +172,7 @@ def save(
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
-    check_output(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with written(folder) as aside:
         write_weights(model, aside, dtype)
         lora = copy.deepcopy(model.host.peft_config["default"])
         lora.base_model_name_or_path, lora.inference_mode = base.name, True
@@ -177,6 +180,37 @@ def save(
         lora.save_pretrained(str(aside))
         (aside / MANIFEST).write_text(Manifest(model.stream_config, base).to_json())
         (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+        text = card.render(folder.name, model.stream_config, base.name, provenance)
+        (aside / card.FILE).write_text(text, encoding="utf-8")
+
+
+def copy_adapter(adapter: Path, folder: Path) -> None:
+    """Write the adapter's own files, and nothing else of its folder, to `folder`: whole, or not at all.
+
+    Raises:
+        CheckpointError: `adapter` is incomplete, or `folder` exists and is no adapter folder.
+    """
+    Manifest.read(adapter)
+    with written(folder) as aside:
+        for name in FILES:
+            if (adapter / name).is_file():
+                shutil.copyfile(adapter / name, aside / name)
+            elif name in (LORA, "adapter_config.json", STREAMS):
+                raise CheckpointError(f"{adapter / name} is missing; the adapter folder is incomplete")
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which is moved to `folder` once the block has ended without an error.
+
+    Raises:
+        CheckpointError: `folder` exists and is no adapter folder.
+    """
+    check_output(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield aside
         aside.chmod(0o755)
         _put(aside, folder)
     finally:

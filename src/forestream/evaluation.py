@@ -2,17 +2,86 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, Literal, Self
 
 import torch
 
 from forestream.data import prompt_ids
+from forestream.errors import DataError
 from forestream.generation import Generator
 from forestream.requests import padded
 from forestream.tasks.base import Example
 
 Way = Literal["forestream", "plain", "batched"]
+
+_NEEDED: Final = ("adapter", "task", "split", "inputs", "dtype", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Texts for the first inputs of a task's split, and how they were made.
+
+    Attributes:
+        outputs: one text per input.
+        settings: adapter (a name), task, split, inputs (their number), dtype, max_new_tokens and so on; `prompts` is a
+            digest of the inputs, which records from before it was taken lack.
+    """
+
+    outputs: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The texts of a record that `forestream evaluate --json` wrote.
+
+        Raises:
+            DataError: the file is missing or no such record.
+        """
+        try:
+            record = json.loads(path.read_text())
+            outputs, settings = tuple(record["outputs"]), dict(record["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} holds no texts ({type(error).__name__}: {error}); expected a record of `forestream evaluate "
+                "--json`"
+            ) from error
+        if missing := [name for name in _NEEDED if name not in settings]:
+            raise DataError(f"the settings in {path} lack {', '.join(missing)}; write the record anew")
+        if len(outputs) != settings["inputs"] or not all(isinstance(text, str) for text in outputs):
+            raise DataError(f"{path} holds {len(outputs)} texts for {settings['inputs']} inputs; write the record anew")
+        return cls(outputs, settings)
+
+    def on(self, task: str, split: str, examples: Sequence[Example], count: int) -> Self:
+        """The first `count` texts, once they are known to belong to these inputs.
+
+        Args:
+            examples: all of the split, in order.
+
+        Raises:
+            DataError: the texts are another task's or split's, of other inputs, or fewer.
+        """
+        own = f"{self.settings['task']}, split {self.settings['split']}"
+        if own != f"{task}, split {split}":
+            raise DataError(f"the texts of {self.settings['adapter']} are for {own}; expected {task}, split {split}")
+        whole = len(self.outputs)
+        if count > whole or whole > len(examples):
+            name = self.settings["adapter"]
+            raise DataError(f"found {whole} texts of {name} for {len(examples)} inputs; expected {count} of them")
+        expected = digest(examples[:whole])
+        if self.settings.get("prompts", expected) != expected:
+            raise DataError(f"the texts of {self.settings['adapter']} were written for other inputs; write them anew")
+        settings = {**self.settings, "inputs": count, "prompts": digest(examples[:count])}
+        return replace(self, outputs=self.outputs[:count], settings=settings)
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """A print of the inputs, which tells them from others: SHA-256, the first 16 of its hexadecimal digits."""
+    return sha256(json.dumps([example.prompt for example in examples]).encode()).hexdigest()[:16]
 
 
 def outputs(

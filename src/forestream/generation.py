@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
-from forestream import checkpoint
+from forestream import checkpoint, hub
 from forestream.baseline import plain, plain_batch
 from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings, one_of
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
-from forestream.errors import AcceptanceWarning, ConfigError, PromptError
+from forestream.errors import AcceptanceWarning, CheckpointError, ConfigError, PromptError
 from forestream.grammar import CompiledGrammar, Grammar
 from forestream.memory import Memory
 from forestream.model import StreamingLM
@@ -83,7 +83,10 @@ class Generator:
         schedule: how they are made by `generate_batch`, by the number of texts under way; None: as `settings` say.
         sampling: the law that tokens are drawn from.
         eos: ids that end a text.
+        adapter: the folder that the model was loaded from; None if it was not.
     """
+
+    adapter: Path | None = None
 
     def __init__(
         self,
@@ -112,9 +115,10 @@ class Generator:
         compile: Compile = "off",
         quantise: Quantise = "off",
     ) -> Generator:
-        """Load an adapter folder and the base model it was trained on, prepared for decoding.
+        """Load an adapter and the base model it was trained on, prepared for decoding.
 
         Args:
+            adapter: a folder that `forestream train` or `save_pretrained` wrote, or "owner/name" on the hub.
             compile: "layer" makes every pass much cheaper, once the first passes have taken some seconds to compile
                 (`warm_up` takes them beforehand); see `StreamingLM.prepare`.
             quantise: "int8" or "int4" holds the weights of the base's linear layers in integers; needs torchao.
@@ -123,9 +127,40 @@ class Generator:
             CheckpointError: the folder is missing, incomplete or corrupt, or the base is another one.
             ConfigError: compiling is asked for and there is no compiler, or quantising and it cannot be done here.
         """
-        model, tokenizer = checkpoint.load(Path(adapter), base, dtype, quantise=quantise, device=device)
+        folder = hub.find(adapter)
+        model, tokenizer = checkpoint.load(folder, base, dtype, quantise=quantise, device=device)
         model.prepare(compile)
-        return cls(model, tokenizer, settings)
+        generator = cls(model, tokenizer, settings)
+        generator.adapter = folder
+        return generator
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the adapter's own files, as they were loaded, to `folder`: whole, or not at all.
+
+        Raises:
+            CheckpointError: `folder` exists and is no adapter folder, or the adapter was not loaded from one.
+        """
+        checkpoint.copy_adapter(self._folder(), Path(folder))
+
+    def push_to_hub(self, repo_id: str, **how: Any) -> str:
+        """Send the adapter's own files, and nothing else, to the hub; return the address of the commit.
+
+        Args:
+            repo_id: "owner/name"; made if it is not there.
+            how: private, token, revision, commit_message, create_pr, with the hub client's meaning.
+
+        Raises:
+            CheckpointError: the adapter was not loaded from a folder, or the folder is incomplete.
+        """
+        return hub.push(self._folder(), repo_id, **how)
+
+    def _folder(self) -> Path:
+        if self.adapter is None:
+            raise CheckpointError(
+                "this generator was not loaded from an adapter folder; `checkpoint.save` writes a model's adapter, as "
+                "long as it is not merged"
+            )
+        return self.adapter
 
     @property
     def host(self) -> PreTrainedModel:

@@ -90,6 +90,7 @@ class Counters:
     decode_seconds: float = 0.0
     _offered: list[int] = field(default_factory=list)
     _reached: list[int] = field(default_factory=list)
+    _arrived: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(steps: Iterable[Step]) -> Counters:
@@ -115,7 +116,9 @@ class Counters:
             while len(self._offered) <= depth:
                 self._offered.append(0)
                 self._reached.append(0)
+                self._arrived.append(0)
             self._offered[depth] += 1
+            self._arrived[depth] += step.accepted >= depth
             self._reached[depth] += step.accepted > depth
 
     def extend(self, steps: Iterable[Step]) -> None:
@@ -132,6 +135,7 @@ class Counters:
             (self.histogram, other.histogram),
             (self._offered, other._offered),
             (self._reached, other._reached),
+            (self._arrived, other._arrived),
         ):
             own.extend([0] * (len(theirs) - len(own)))
             for depth, count in enumerate(theirs):
@@ -151,6 +155,14 @@ class Counters:
     def acceptance_by_position(self) -> list[float]:
         """Entry j - 1: share of the passes with drafts of depth j that accepted one there (not conditional)."""
         return [reached / offered for reached, offered in zip(self._reached, self._offered, strict=True)]
+
+    @property
+    def acceptance_given_previous(self) -> list[float]:
+        """Entry j - 1: share of the passes with drafts of depth j *and* all before it accepted that accepted one there.
+
+        0 where no pass came that far.
+        """
+        return [reached / max(arrived, 1) for reached, arrived in zip(self._reached, self._arrived, strict=True)]
 
     @property
     def nodes_per_pass(self) -> float:

@@ -81,6 +81,6 @@ def test_records_keep_their_contract(path: Path) -> None:
 def test_the_shipped_adapter_is_small_and_says_where_it_comes_from() -> None:
     files = list((ROOT / SHIPPED).iterdir())
     assert sum(path.stat().st_size for path in files) <= 25e6
-    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert {path.suffix for path in files} == {".json", ".safetensors", ".md"}
     provenance = json.loads((ROOT / SHIPPED / "provenance.json").read_text())
     assert {"command", "commit", "packages", "machine", "training", "examples"} <= set(provenance)

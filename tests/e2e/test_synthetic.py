@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
+from forestream.calibration import replay, score_text
 from forestream.checkpoint import PROVENANCE
 from forestream.cli import app
 from forestream.config import DecodeSettings, StreamConfig
+from forestream.data import prompt_ids
 from forestream.evaluation import outputs
 from forestream.generation import Generation, Generator
 from forestream.packing import Pack
+from forestream.pruning import keep_rule
 from forestream.steps import Counters
 from forestream.tasks import get_task
 from forestream.training import training_model
@@ -153,6 +156,20 @@ def test_a_trained_scorer_prunes_what_would_not_be_accepted(adapters: Adapters) 
     _, pruned = run_all(written, texts, prune_below=0.02)
     assert pruned.nodes_per_pass < 0.6 * whole.nodes_per_pass
     assert pruned.mean_acceptance_length > 0.7 * whole.mean_acceptance_length
+
+
+def test_calibration_counts_what_runs_under_each_rule_count(adapters: Adapters) -> None:
+    written = generator(adapters.joint, tree="full", k=2)
+    lost = 0
+    for text in prompts("train", 3):
+        places = score_text(written.model, prompt_ids(written.tokenizer, text), written.settings, written.eos)
+        for changes in ({}, {"prune_below": 0.02}, {"prune_below": 0.3}, {"prune_to": 6}):
+            found = replay(places, keep_rule(DecodeSettings(**changes)))
+            counters = written.generate(text, **changes).counters
+            assert (found.tokens, found.passes, found.kept) == (counters.generated, counters.passes, counters.nodes)
+            assert found.good - found.lost == counters.accepted
+            lost += found.lost
+    assert lost > 0
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The commands on a tiny adapter: what they show, what they write, and how they fail."""
 
 import json
+import re
 from collections.abc import Iterator
 from io import StringIO
 from itertools import pairwise
@@ -30,6 +31,7 @@ FIGURES = {
     "call_reduction",
     "mean_acceptance_length",
     "acceptance_by_position",
+    "acceptance_given_previous",
     "nodes_per_pass",
     "prompt_seconds",
     "decode_seconds",
@@ -179,6 +181,13 @@ def test_inspect_draws_every_pass(adapter: Path, tmp_path: Path) -> None:
     assert drawn.count("✓") - 1 == sum(len(one["accepted_path"]) - 1 for one in passes)
     assert drawn.count("✗") - 1 == sum(len(one["parents"]) - len(one["kept"]) for one in passes)
     assert drawn.count("→") - 1 == sum(len(one["wrote"]) - len(one["accepted_path"]) + 1 for one in passes)
+
+
+def test_inspect_names_both_kinds_of_acceptance_by_position(adapter: Path) -> None:
+    settings = (*FLOAT32, "--nodes", 8, "--max-new-tokens", 20, "--prompt", PROMPT)
+    output = " ".join(done("inspect", "--adapter", adapter, *settings, "--passes", 0, COLUMNS="200").stdout.split())
+    assert re.search(r"accepted by position stream 1 \d+%, .* of all passes that drafted so far", output)
+    assert re.search(r"given the previous stream 1 \d+%, .* whose drafts before it were accepted", output)
 
 
 def test_inspect_shows_an_adapter_without_streams(tmp_path: Path) -> None:

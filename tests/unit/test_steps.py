@@ -35,9 +35,12 @@ def recomputed(steps: Sequence[Step]) -> dict[str, object]:
     tokens = sum(len(step.tokens) for step in steps)
     accepted = sum(step.accepted for step in verified)
     by_position = []
+    given = []
     position = 1
     while offered := [step for step in verified if depth_of(step) >= position]:
         by_position.append(sum(step.accepted >= position for step in offered) / len(offered))
+        before = [step for step in offered if step.accepted >= position - 1]
+        given.append(sum(step.accepted >= position for step in before) / len(before) if before else 0.0)
         position += 1
     return {
         "generated": tokens,
@@ -50,6 +53,7 @@ def recomputed(steps: Sequence[Step]) -> dict[str, object]:
         "call_reduction": tokens / len(verified),
         "mean_acceptance_length": 1 + accepted / len(verified),
         "acceptance_by_position": by_position,
+        "acceptance_given_previous": given,
         "nodes_per_pass": sum(len(step.kept) for step in verified) / len(verified),
         "tokens_per_second": (tokens - len(prompt)) / sum(step.seconds for step in verified),
     }
@@ -97,6 +101,16 @@ def test_acceptance_is_shown_against_what_was_drafted_at_that_depth() -> None:
     shallow = Step((5, 6), 1, 1.0, DraftTree(chain(2), (0, 5)), (0, 1), (0, 1))
     deep = Step((5,), 0, 1.0, THREE, (0, 1, 2, 3), (0,))
     assert counted([shallow, deep]).acceptance_by_position == [1 / 2, 0.0, 0.0]
+
+
+def test_both_shares_by_position_and_how_they_differ() -> None:
+    """Of three passes one accepts 2 of 2 drafts, one 1, one none: half of those that got there accepted the second."""
+    tree = DraftTree(chain(3), (0, 5, 6))
+    runs = [Step(tuple(range(n + 1)), n, 1.0, tree, (0, 1, 2), tuple(range(n + 1))) for n in (2, 1, 0)]
+    counters = counted(runs)
+    assert counters.acceptance_by_position == [2 / 3, 1 / 3]
+    assert counters.acceptance_given_previous == [2 / 3, 1 / 2]
+    assert counted(runs[2:]).acceptance_given_previous == [0.0, 0.0]
 
 
 def test_pruned_nodes_were_not_offered() -> None:

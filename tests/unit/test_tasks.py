@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from forestream.errors import ConfigError, DataError
-from forestream.tasks import TASKS, Example, Synthetic, get_task
+from forestream.tasks import TASKS, Example, Synthetic, Task, get_task
 from forestream.tasks.rows import rows
 from forestream.tasks.sql import held_out_split
 from forestream.tasks.synthetic import WORDS
@@ -285,3 +285,19 @@ def test_real_dialogues_have_three_summaries(data_dir: Path) -> None:
     counts = [len(example.references) for example in get_task("dialogsum").grouped("test", data_dir)]
     assert max(counts) == 3
     assert sum(counts) / len(counts) > 2.9  # a few people wrote the same
+
+
+# --- scores example by example --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_a_score_is_the_mean_over_its_examples(task: Task) -> None:
+    examples = [Example("a", " Blue Spice is a pub.", ("Blue Spice is a pub.", "A pub.")), Example("b", " x", ("x y",))]
+    texts = ["Blue Spice is a cheap pub.", "x y"]
+    each, whole = task.score_each(texts, examples), task.score(texts, examples)
+    assert set(each) == set(task.metric_names) == set(whole)
+    for name, own in each.items():
+        assert len(own) == 2
+        assert sum(own) / 2 == pytest.approx(whole[name])
+    with pytest.raises(DataError, match="1 predictions and 2 examples"):
+        task.score_each(texts[:1], examples)

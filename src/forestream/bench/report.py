@@ -81,6 +81,24 @@ def _scores(record: dict[str, Any]) -> str:
     return _table(["adapter", "inputs", *scores], [cells])
 
 
+def _guard(record: dict[str, Any]) -> str:
+    """An adapter's scores against its twin's, with intervals of 95 %."""
+    rows = [
+        (
+            name,
+            f"{row['joint']:.2f}",
+            f"{row['twin']:.2f} ({row['twin_interval']['low']:.2f} to {row['twin_interval']['high']:.2f})",
+            f"{row['difference']:+.2f} ({row['interval']['low']:+.2f} to {row['interval']['high']:+.2f})",
+            f"{row['place']} the twin's interval",
+            f"{'holds' if row['held'] else 'does not hold'} ({100 * row['bound']:g} points)",
+        )
+        for name, row in record["guard"].items()
+    ]
+    own, twin = record["settings"]["adapter"], record["against"]["settings"]["adapter"]
+    body = _table(["score", own, f"twin, {twin}", "difference", "adapter is", "guard"], rows)
+    return f"{body}\n{record['settings']['inputs']} inputs; intervals of 95 %.\n"
+
+
 def _rules(record: dict[str, Any]) -> str:
     """Lossy rules of acceptance."""
     known = ("accept", "threshold", "temperature", "call_reduction", "seconds_per_token", "nats_per_token")
@@ -98,6 +116,21 @@ def _rules(record: dict[str, Any]) -> str:
     ]
     headings = ["rule", "temperature", "tokens per pass", "ms per token", "divergence, nats per token"]
     return _table([*headings, *scores], rows)
+
+
+def _calibration(record: dict[str, Any]) -> str:
+    """What pruning rules keep and lose."""
+    rows = [
+        (
+            row["rule"],
+            f"{row['nodes_per_pass']:.1f} of {row['offered_per_pass']:.1f}",
+            f"{row['lost']} of {row['good']} ({100 * row['share_lost']:.1f} %)",
+            f"{row['call_reduction']:.2f}",
+            f"{row['share_of_call_reduction']:.3f}",
+        )
+        for row in record["calibration"]
+    ]
+    return _table(["rule", "nodes kept", "good edges lost", "tokens per pass", "of the unpruned"], rows)
 
 
 def _timeline(record: dict[str, Any]) -> str:
@@ -131,6 +164,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rules": _rules,
     "milliseconds": _timeline,
     "hosts": _hosts,
+    "guard": _guard,
+    "calibration": _calibration,
     "scores": _scores,
 }
 """By the key that tells the kind of a record."""

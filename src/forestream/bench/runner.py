@@ -59,6 +59,7 @@ class Record:
             "call_reduction": round(once.call_reduction, 4),
             "mean_acceptance_length": round(once.mean_acceptance_length, 4),
             "acceptance_by_position": [round(share, 4) for share in once.acceptance_by_position],
+            "acceptance_given_previous": [round(share, 4) for share in once.acceptance_given_previous],
             "nodes_per_pass": round(once.nodes_per_pass, 3),
             "decode_seconds": round(every.decode_seconds / repeats, 4),
             "tokens_per_second": round(every.tokens_per_second, 3),

@@ -1,6 +1,6 @@
 """The commands put together; an error of ours becomes one line on stderr and exit code 1.
 
-Of `verify`, 1 is an answer: its errors exit with 2.
+Of `verify` and `evaluate`, 1 is an answer: their errors exit with 2.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from forestream.cli.bench import bench
+from forestream.cli.calibrate import calibrate
+from forestream.cli.card import card
 from forestream.cli.cost import cost
 from forestream.cli.demo import demo
 from forestream.cli.evaluate import evaluate
@@ -21,6 +23,7 @@ from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
+from forestream.cli.train_scorer import train_scorer
 from forestream.cli.tune import tune
 from forestream.cli.verify import verify
 from forestream.errors import ForestreamError
@@ -34,7 +37,7 @@ class _OneLineErrors(TyperGroup):
             Console(stderr=True, soft_wrap=True).print(
                 f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False
             )
-            raise typer.Exit(2 if ctx.invoked_subcommand == "verify" else 1) from error
+            raise typer.Exit(2 if ctx.invoked_subcommand in ("verify", "evaluate") else 1) from error
 
 
 app = typer.Typer(
@@ -58,9 +61,12 @@ app.command()(demo)
 app.command()(generate)
 app.command("inspect")(inspect_adapter)
 app.command()(train)
+app.command("train-scorer")(train_scorer)
 app.command()(evaluate)
 app.command()(bench)
 app.command()(verify)
 app.command()(profile)
 app.command()(tune)
+app.command()(calibrate)
 app.command()(cost)
+app.command()(card)

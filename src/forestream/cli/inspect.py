@@ -156,11 +156,19 @@ def _sums(counters: Counters) -> Table:
     table.add_row(
         "mean acceptance length", f"{counters.mean_acceptance_length:.2f} = 1 + {counters.accepted} / {counters.passes}"
     )
-    positions = enumerate(counters.acceptance_by_position, start=1)
-    shares = ", ".join(f"stream {j} {share:.0%}" for j, share in positions)
-    table.add_row("accepted by position", shares or "nothing was drafted")
+    shares = _by_stream(counters.acceptance_by_position)
+    table.add_row(
+        "accepted by position", f"{shares} of all passes that drafted so far" if shares else "nothing was drafted"
+    )
+    if shares:
+        given = _by_stream(counters.acceptance_given_previous)
+        table.add_row("given the previous", f"{given} of those whose drafts before it were accepted")
     table.add_row("nodes per pass", f"{counters.nodes_per_pass:.1f}")
     return table
+
+
+def _by_stream(shares: list[float]) -> str:
+    return ", ".join(f"stream {j} {share:.0%}" for j, share in enumerate(shares, start=1))
 
 
 def _record(prompt: str, generation: Generation) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def figures(counters: Counters) -> dict[str, Any]:
         "call_reduction": round(counters.call_reduction, 4),
         "mean_acceptance_length": round(counters.mean_acceptance_length, 4),
         "acceptance_by_position": [round(share, 4) for share in counters.acceptance_by_position],
+        "acceptance_given_previous": [round(share, 4) for share in counters.acceptance_given_previous],
         "nodes_per_pass": round(counters.nodes_per_pass, 3),
         "prompt_seconds": round(counters.prompt_seconds, 5),
         "decode_seconds": round(counters.decode_seconds, 5),

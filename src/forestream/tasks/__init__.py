@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from forestream.errors import ConfigError
-from forestream.tasks.base import Example, Task
+from forestream.tasks.base import Example, Source, Task
 from forestream.tasks.dialogsum import DialogSum
 from forestream.tasks.e2e import E2E
 from forestream.tasks.sql import SQL
@@ -27,4 +27,4 @@ def get_task(name: str) -> Task:
     raise ConfigError(f"found task {name!r}; expected one of {', '.join(task.name for task in TASKS)}")
 
 
-__all__ = ["TASKS", "DialogSum", "E2E", "Example", "SQL", "Synthetic", "Task", "get_task"]
+__all__ = ["TASKS", "DialogSum", "E2E", "Example", "SQL", "Source", "Synthetic", "Task", "get_task"]

@@ -38,6 +38,27 @@ class Example:
             raise DataError("an example has no reference; expected one or more texts")
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a task's rows come from, for the cards of models that were trained on them.
+
+    Attributes:
+        title: the data set's name for people.
+        hub: its name on the hub.
+        licence: of the rows, as the hub spells it.
+        credit: who made it.
+        prompt: a made-up input in the task's form.
+        local: what has to be said of local files that stand in for the hub's.
+    """
+
+    title: str
+    hub: str
+    licence: str
+    credit: str
+    prompt: str
+    local: str = ""
+
+
 class Task(ABC):
     """A named source of examples with its score. Stateless; see the list in ``forestream.tasks``.
 
@@ -46,11 +67,13 @@ class Task(ABC):
         metric_names: the keys that `score` returns, the most important first.
         max_new_tokens: a limit that leaves almost every reference whole, in tokens of a vocabulary of about
             50,000.
+        source: where rows come from; None where they are made up.
     """
 
     name: ClassVar[str]
     metric_names: ClassVar[tuple[str, ...]]
     max_new_tokens: ClassVar[int]
+    source: ClassVar[Source | None] = None
 
     @abstractmethod
     def examples(self, split: str, data_dir: Path | None = None) -> list[Example]:
@@ -90,6 +113,19 @@ class Task(ABC):
         Raises:
             DataError: the lengths differ, or there is nothing to score.
         """
+
+    def score_each(self, predictions: Sequence[str], examples: Sequence[Example]) -> dict[str, list[float]]:
+        """Return each of `metric_names` in percent for every example alone, in the same order.
+
+        A task's score is the mean of these; one whose score is not must not be compared example by example.
+
+        Raises:
+            DataError: the lengths differ.
+        """
+        if len(predictions) != len(examples):
+            raise DataError(f"found {len(predictions)} predictions and {len(examples)} examples; expected one for each")
+        alone = [self.score([text], [example]) for text, example in zip(predictions, examples, strict=True)]
+        return {name: [scores[name] for scores in alone] for name in self.metric_names}
 
 
 def references_of(examples: Sequence[Example]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from forestream.errors import DataError
 from forestream.metrics import ROUGE, rouge
-from forestream.tasks.base import Example, Task, references_of
+from forestream.tasks.base import Example, Source, Task, references_of
 from forestream.tasks.rows import rows
 
 
@@ -22,9 +22,16 @@ class DialogSum(Task):
     name: ClassVar[str] = "dialogsum"
     metric_names: ClassVar[tuple[str, ...]] = ROUGE
     max_new_tokens: ClassVar[int] = 128
+    source: ClassVar[Source] = Source(
+        "DialogSum",
+        "knkarthick/dialogsum",
+        "cc-by-nc-sa-4.0",
+        "Chen, Liu, Chen and Zhang, 2021",
+        "#Person1#: Shall we meet at eight?\n#Person2#: Nine would suit me better.\nSummary:",
+    )
 
     def examples(self, split: str, data_dir: Path | None = None) -> list[Example]:
-        found = rows("dialogsum", "knkarthick/dialogsum", split, data_dir, ("dialogue",))
+        found = rows("dialogsum", self.source.hub, split, data_dir, ("dialogue",))
         return [_render(row["dialogue"], _summaries(row, split, index)) for index, row in enumerate(found)]
 
     def score(self, predictions: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from forestream.metrics import ROUGE, rouge
-from forestream.tasks.base import Example, Task, references_of
+from forestream.tasks.base import Example, Source, Task, references_of
 from forestream.tasks.rows import rows
 
 
@@ -21,12 +21,19 @@ class E2E(Task):
     name: ClassVar[str] = "e2e"
     metric_names: ClassVar[tuple[str, ...]] = ROUGE
     max_new_tokens: ClassVar[int] = 96
+    source: ClassVar[Source] = Source(
+        "E2E NLG",
+        "tuetschek/e2e_nlg",
+        "cc-by-sa-4.0",
+        "Novikova, Dušek and Rieser, 2017",
+        "name[Blue Spice], eatType[coffee shop], area[city centre] ->",
+    )
 
     def examples(self, split: str, data_dir: Path | None = None) -> list[Example]:
         fields = ("meaning_representation", "human_reference")
         return [
             _render(row["meaning_representation"], row["human_reference"])
-            for row in rows("e2e_nlg", "tuetschek/e2e_nlg", split, data_dir, fields)
+            for row in rows("e2e_nlg", self.source.hub, split, data_dir, fields)
         ]
 
     def score(self, predictions: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:

@@ -1,0 +1,66 @@
+"""`forestream train-scorer`: teach a finished adapter which branches are not worth checking."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from forestream.cli import options
+
+
+def train_scorer(
+    adapter: options.Adapter,
+    output: Annotated[Path, typer.Option(help="Adapter folder to write; may be the same.")],
+    task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
+    ] = None,
+    base: options.Base = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    device: options.Device = "cpu",
+    dtype: Annotated[
+        options.DType, typer.Option(help="Compute dtype; the scorer's weights are trained in float32.")
+    ] = options.DType.bfloat16,
+    seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
+    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+) -> None:
+    """Train the exit scorer of an adapter further, and nothing else: LoRA and streams keep every byte.
+
+    `forestream train` trains it beside the rest, with a small weight. Before pruning it may be worth more: this goes
+    through the layers below the streams' and the head only once per example, and no gradient goes through a layer.
+    `forestream calibrate` shows what pruning with it loses.
+
+    Example: forestream train-scorer --adapter my-adapter --task e2e --examples 2000 --output my-pruned-adapter
+    """
+    from forestream import checkpoint, provenance
+    from forestream.data import tokenize
+    from forestream.scorer import fit_scorer, save_scorer
+    from forestream.tasks import get_task
+    from forestream.training import TrainConfig
+
+    made = provenance.collect()
+    checkpoint.check_output(output)
+    config = TrainConfig(
+        epochs, batch_size, learning_rate=learning_rate, dtype=dtype.value, seed=seed, save_every=save_every
+    )
+    rows = get_task(task).examples("train", data_dir)
+    random.Random(seed).shuffle(rows)
+    model, tokenizer = checkpoint.load(
+        adapter, base, options.torch_dtype(dtype), merge=False, device=options.torch_device(device)
+    )
+    used = [tokenize(tokenizer, row) for row in rows[:examples]]
+    run = output.parent / f"{output.name}.run"
+    report = fit_scorer(model, used, tokenizer.eos_token_id, run, config, resume)
+    save_scorer(model, adapter, output, {**made, "task": task, **report})
+    console = Console()
+    console.print(f"[green]wrote[/] {output}")
+    console.print_json(json.dumps(report["last_log"]))

@@ -1,0 +1,78 @@
+"""The exit scorer of a finished adapter, trained on its own: nothing else of the adapter changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors.torch import load_file, save_file
+
+from forestream import card, checkpoint
+from forestream.checkpoint import FILES, PROVENANCE, STREAMS, Manifest
+from forestream.data import Tokens
+from forestream.errors import ConfigError
+from forestream.model import StreamingLM
+from forestream.objective import LossConfig
+from forestream.training import TrainConfig, fit
+
+ALONE: Final = LossConfig(main=0.0, stream=0.0, scorer=1.0)
+"""The scorer's own next-token term; the others are still reported."""
+
+
+def fit_scorer(
+    model: StreamingLM, examples: Sequence[Tokens], pad: int, folder: Path, config: TrainConfig, resume: bool = False
+) -> dict[str, Any]:
+    """Train the exit scorer of `model` in place, from where it is; everything else is frozen.
+
+    Args:
+        model: with its LoRA unmerged, as `checkpoint.load(..., merge=False)` gives it.
+        pad, folder, config, resume: as for `training.fit`; no position carries streams, whatever `config.share` says.
+
+    Returns:
+        The report of `training.fit`.
+
+    Raises:
+        ConfigError: the adapter has no exit scorer.
+    """
+    if model.scorer is None:
+        raise ConfigError("this adapter has no exit scorer (scorer_rank or streams 0, or no trunk); train another one")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    # Small updates would vanish in half precision.
+    model.scorer.float().requires_grad_(True)
+    report = fit(model, examples, pad, folder, replace(config, share=0.0), ALONE, resume)
+    model.eval()
+    return report
+
+
+def save_scorer(model: StreamingLM, adapter: Path, folder: Path, record: dict[str, Any]) -> None:
+    """Write `adapter` with the scorer of `model` to `folder`; every other tensor keeps its bytes.
+
+    Args:
+        adapter: the folder that `model` was loaded from.
+        record: where the scorer comes from; it goes into the provenance, under "scorer".
+
+    Raises:
+        CheckpointError: `folder` exists and is no adapter folder.
+        ConfigError: `model` has no exit scorer.
+    """
+    if model.scorer is None:
+        raise ConfigError("this model has no exit scorer to save")
+    manifest = Manifest.read(adapter)
+    tensors = load_file(adapter / STREAMS)
+    for name, tensor in model.scorer.state_dict().items():
+        key = f"scorer.{name}"
+        tensors[key] = tensor.detach().to("cpu", tensors[key].dtype).contiguous()
+    found = adapter / PROVENANCE
+    provenance = {**(json.loads(found.read_text()) if found.is_file() else {}), "scorer": record}
+    with checkpoint.written(folder) as aside:
+        for name in FILES:
+            if (adapter / name).is_file():
+                (aside / name).write_bytes((adapter / name).read_bytes())
+        save_file(tensors, aside / STREAMS, {"format": "pt"})
+        (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+        text = card.render(folder.name, manifest.config, manifest.base.name, provenance)
+        (aside / card.FILE).write_text(text, encoding="utf-8")

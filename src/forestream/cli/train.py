@@ -200,7 +200,7 @@ class _Run:
 
     def record(self) -> dict[str, Any]:
         """The recipe as a record: a folder elsewhere is named by its last part only."""
-        record = asdict(self.recipe)
+        record = self.recipe.values()
         if self.recipe.start_from is not None:
             record["start_from"] = Path(self.recipe.start_from).name
         return record

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Self
@@ -31,7 +31,7 @@ SECTIONS: Final[dict[str, type[JsonConfig]]] = {"streams": StreamConfig, "traini
 
 
 @dataclass(frozen=True)
-class Recipe(JsonConfig):
+class Recipe:
     """One training, whole.
 
     Attributes:
@@ -69,6 +69,12 @@ class Recipe(JsonConfig):
     def mode(self) -> str:
         """joint or lossless."""
         return self.streams.mode
+
+    def values(self) -> Values:
+        """As a file would hold it, nothing left out; `from_dict` makes the same recipe of it."""
+        values = asdict(self)
+        mode = values["streams"].pop("mode")
+        return {"task": values.pop("task"), "base": values.pop("base"), "mode": mode, **values}
 
     @classmethod
     def from_dict(cls, values: Values, source: str = "recipe") -> Self:

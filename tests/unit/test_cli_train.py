@@ -98,7 +98,12 @@ def test_a_plan_is_shown_and_nothing_is_trained(recipe: Path, tmp_path: Path) ->
         "padding:",
     ):
         assert text in output
-    for text in ("times those of a LoRA without streams", "memory at the largest pass", "s per update, 3 updates"):
+    for text in (
+        "padding: ",
+        "times those of a LoRA without streams",
+        "memory at the largest pass",
+        "s per update, 3 updates",
+    ):
         assert text in output
     record = json.loads(file.read_text())
     assert set(record) == {"provenance", "recipe", "plan"}

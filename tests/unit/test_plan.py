@@ -1,6 +1,7 @@
 """A plan against passes that are really run: rows, operations, bytes kept; and its arithmetic by hand."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def examples(count: int, seed: int = 0) -> list[Tokens]:
     return found
 
 
-def trial(model: StreamingLM, count: int = 22, loss: LossConfig = LOSS, **settings: Any) -> Trial:
+def trial(model: StreamingLM, count: int = 14, loss: LossConfig = LOSS, **settings: Any) -> Trial:
     config = TrainConfig(**{"batch_size": 4, "dtype": "float32", **settings})
     collate = collator(model.stream_config.streams, 0, config)
     return Trial(model, ordered(examples(count), config), collate, config, loss)
@@ -181,15 +182,14 @@ def test_operations_are_those_of_a_real_pass(host: str, mode: str, recomputed: b
 
 def test_the_ratio_is_that_to_a_real_twin() -> None:
     model, twin = (trainable(eager("llama"), streams=streams, scorer_rank=0) for streams in (4, 0))
-    tried, plain = trial(model), trial(twin)
+    tried, plain = trial(model, count=9), trial(twin, count=9)
     assert tried.sizes.lora_only() == plain.sizes
     assert [without_streams(rows) for rows in tried.rows] == [
         Rows(rows.main, 0, 0, rows.heads, rows.trunk_pairs, rows.pairs) for rows in plain.rows
     ]
-    spent = [
-        sum(counted(lambda: learn(m, t.collate.batch(b))) for b in t.batches)
-        for m, t in ((model, tried), (twin, plain))
-    ]
+    spent = []
+    for own, model_of in ((tried, model), (plain, twin)):
+        spent.append(sum(counted(partial(learn, model_of, own.collate.batch(texts))) for texts in own.batches))
     assert tried.counted().over_lora == pytest.approx(spent[0] / spent[1], rel=0.02)
     assert plain.counted().over_lora == 1.0
 
@@ -244,12 +244,8 @@ def test_memory_of_weights_is_that_of_the_parameters() -> None:
     assert memory is not None
     learned = sum(parameter.numel() * 4 for parameter in trained(model).values())
     frozen = sum(p.numel() * 2 for p in model.parameters() if not p.requires_grad)
-    assert (memory.weights, memory.trained, memory.gradients, memory.optimizer) == (
-        frozen,
-        learned,
-        learned,
-        2 * learned,
-    )
+    assert (memory.weights, memory.trained, memory.gradients) == (frozen, learned, learned)
+    assert memory.optimizer == 2 * learned
     assert Memory(1, 2, 4, 8, 16, 32).peak == 63
 
 

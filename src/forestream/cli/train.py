@@ -214,7 +214,14 @@ class _Run:
         self.report = fit(
             self.model, self.examples, self.pad, folder, recipe.training, recipe.loss, resume, self.started_from
         )
-        record = {**made, "task": recipe.task, "recipe": self.record(), "stream": asdict(recipe.streams), **self.report}
+        record = {
+            **made,
+            "task": recipe.task,
+            "recipe": self.record(),
+            "started_from": self.started_from,
+            "stream": asdict(recipe.streams),
+            **self.report,
+        }
         checkpoint.save(self.model, output, self.origin, record)
 
 

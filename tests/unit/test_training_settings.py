@@ -104,12 +104,10 @@ def test_the_streams_start_learns_at_its_own_rate(tmp_path: Path) -> None:
     """AdamW's first step is the rate, whatever the gradient: twenty times the rate is twenty times the step."""
     once, more, none = (run(tmp_path / str(rate), stream_rate=rate, batch_size=8) for rate in (1.0, 20.0, 0.0))
     for name, step in once[0].items():
-        if name == "start.map.down":  # no gradient while `up` is zero
-            continue
-        times = 20.0 if name.startswith("start.") else 1.0
-        moved = step.abs() > 5e-4
-        assert moved.any(), name
-        torch.testing.assert_close(more[0][name][moved], times * step[moved], rtol=1e-3, atol=1e-6)
+        if "lora_B" in name or name in ("start.embedding", "start.map.up", "scorer.up"):  # others wait for these
+            times, moved = 20.0 if name.startswith("start.") else 1.0, step.abs() > 5e-4
+            assert moved.any(), name
+            torch.testing.assert_close(more[0][name][moved], times * step[moved], rtol=1e-3, atol=1e-6)
         if name.startswith("start."):
             assert not none[0][name].any()
     assert more[1][0]["learning_rate"] == once[1][0]["learning_rate"] == 1e-3  # of everything else

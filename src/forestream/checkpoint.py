@@ -10,6 +10,7 @@ README.md                                        the model card, written from th
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 import tempfile
@@ -136,6 +137,39 @@ def read_weights(model: StreamingLM, folder: Path) -> None:
         if part is not None:
             prefix = f"{name}."
             part.load_state_dict({k.removeprefix(prefix): t for k, t in own.items() if k.startswith(prefix)})
+
+
+def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
+    """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
+
+    Args:
+        base: fingerprint of the model's base, taken before the LoRA was put in.
+
+    Returns:
+        A print of the weights read, 64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: the folder is incomplete or corrupt, or the adapter has another base or another StreamConfig.
+    """
+    manifest = Manifest.read(folder)
+    if manifest.base.fingerprint != base:
+        raise CheckpointError(
+            f"{folder} was trained on {manifest.base.name} with fingerprint {manifest.base.fingerprint[:12]}, but this "
+            f"base has {base[:12]}; start from an adapter of the same base"
+        )
+    earlier, wanted = asdict(manifest.config), asdict(model.stream_config)
+    if differing := [
+        f"{name} {earlier[name]!r}, not {wanted[name]!r}" for name in wanted if earlier[name] != wanted[name]
+    ]:
+        raise CheckpointError(
+            f"{folder} cannot be started from: it was trained with {'; '.join(differing)}; train with its settings, or "
+            "start from fresh weights"
+        )
+    read_weights(model, folder)
+    digest = hashlib.sha256()
+    for name in (LORA, STREAMS):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
 
 
 def _tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:

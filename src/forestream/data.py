@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from forestream.errors import DataError
 from forestream.objective import IGNORED, TargetBatch
 from forestream.tasks.base import Example
+
+Targets = Literal["completion", "all"]
+"""Which tokens the loss is about: those of completions, or those of prompts too."""
+
+TARGETS: Final[tuple[Targets, ...]] = ("completion", "all")
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,14 @@ class Collator:
         pad: id that fills the right end of `ids`; its value is never seen by any target.
         share: share of the possible carriers that get streams, at random but fixed for a text.
         seed: of that choice.
+        targets: "completion" asks for the tokens of completions only, "all" for every token but a text's first one.
     """
 
     streams: int
     pad: int
     share: float = 1.0
     seed: int = 0
+    targets: Targets = "completion"
 
     def __call__(self, examples: Sequence[Tokens]) -> dict[str, Tensor]:
         return vars(self.batch(examples))
@@ -111,13 +119,13 @@ class Collator:
     def batch(self, examples: Sequence[Tokens]) -> TargetBatch:
         # The last token is a target only: nothing comes after it.
         inputs = [(*e.prompt, *e.completion)[:-1] for e in examples]
-        rows = [range(len(e.prompt) - 1, len(e) - 1) for e in examples]
+        rows = [range(self._first(e), len(e) - 1) for e in examples]
         carriers = [self._carriers(e) for e in examples]
         texts = [(*e.prompt, *e.completion) for e in examples]
         return TargetBatch(
             ids=_padded(inputs, self.pad),
             rows=_padded(rows, 0),
-            targets=_padded([e.completion for e in examples], IGNORED),
+            targets=_padded([text[self._first(e) + 1 :] for e, text in zip(examples, texts, strict=True)], IGNORED),
             carriers=_padded(carriers, 0),
             stream_targets=torch.stack(
                 [
@@ -133,9 +141,13 @@ class Collator:
             else torch.empty(len(examples), 0, 0, dtype=torch.long),
         )
 
+    def _first(self, example: Tokens) -> int:
+        """The first position whose next token is a target."""
+        return 0 if self.targets == "all" else len(example.prompt) - 1
+
     def _carriers(self, example: Tokens) -> list[int]:
         """Positions with a target for stream 1 at least, thinned to the share."""
-        possible = range(len(example.prompt) - 1, len(example) - 2) if self.streams else range(0)
+        possible = range(self._first(example), len(example) - 2) if self.streams else range(0)
         if self.share >= 1.0:
             return list(possible)
         generator = torch.Generator().manual_seed(self.seed + hash((example.prompt, example.completion)) % 2**31)

@@ -23,7 +23,8 @@ class LossConfig(JsonConfig):
 
     Attributes:
         main: a_0, of the next-token term.
-        stream: a_j, of every stream's term.
+        stream: a_1, of the first stream's term.
+        decay: a_j is `stream` * decay^(j - 1): below 1, streams that look further ahead weigh less.
         scorer: of the exit scorer's own next-token term. Its input is detached: it trains the scorer alone.
         chunk: rows whose logits are held at a time.
     """
@@ -32,11 +33,18 @@ class LossConfig(JsonConfig):
     stream: float = 0.1
     scorer: float = 0.1
     chunk: int = 128
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("main", "stream", "scorer"):
+        for name in ("main", "stream", "scorer", "decay"):
             in_range(name, getattr(self, name), 0.0)
         whole("chunk", self.chunk, 1)
+
+    def weights(self, streams: int, scored: bool) -> dict[str, float]:
+        """The weight of every term of a model with `streams` streams, by name: "main", "stream_1".., "scorer"."""
+        weights = {"main": self.main}
+        weights |= {f"stream_{j}": self.stream * self.decay ** (j - 1) for j in range(1, streams + 1)}
+        return weights | ({"scorer": self.scorer} if scored and self.scorer > 0 else {})
 
 
 @dataclass(frozen=True)
@@ -124,26 +132,21 @@ def joint_loss(model: StreamingLM, output: PassOutput, batch: TargetBatch, confi
     """
     states = [gather_rows(output.main, batch.rows).flatten(0, 1)]
     targets = [batch.targets.flatten()]
-    names, weights = ["main"], [config.main]
     for j in range(output.streams.shape[1]):
         states.append(output.streams[:, j].flatten(0, 1))
         targets.append(batch.stream_targets[:, j].flatten())
-        names.append(f"stream_{j + 1}")
-        weights.append(config.stream)
-    if model.scorer is not None and config.scorer > 0:
+    weights = config.weights(output.streams.shape[1], model.scorer is not None)
+    if model.scorer is not None and "scorer" in weights:
         states.append(model.scorer(gather_rows(output.trunk, batch.rows).detach()).flatten(0, 1))
         targets.append(targets[0])
-        names.append("scorer")
-        weights.append(config.scorer)
-    return _weighted(model, states, targets, names, weights, config.chunk)
+    return _weighted(model, states, targets, weights, config.chunk)
 
 
 def _weighted(
     model: StreamingLM,
     states: list[Tensor],
     targets: list[Tensor],
-    names: list[str],
-    weights: list[float],
+    weights: dict[str, float],
     chunk: int,
 ) -> JointLoss:
     valid: list[Bool[Tensor, " R"]] = [target != IGNORED for target in targets]
@@ -153,12 +156,12 @@ def _weighted(
     scales = torch.cat(
         [
             torch.full((count,), weight / max(count, 1), device=rows.device)
-            for weight, count in zip(weights, counts, strict=True)
+            for weight, count in zip(weights.values(), counts, strict=True)
         ]
     )
     total, losses, hits = _ChunkedCrossEntropy.apply(rows, wanted, scales, model.logits, chunk)
     terms = {
         name: Term(float(loss.sum()), int(hit.sum()), len(loss))
-        for name, loss, hit in zip(names, losses.split(counts), hits.split(counts), strict=True)
+        for name, loss, hit in zip(weights, losses.split(counts), hits.split(counts), strict=True)
     }
     return JointLoss(total, terms)

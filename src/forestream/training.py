@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from forestream import checkpoint
+from forestream.cache import PassCache, StreamCache
+from forestream.compiled import EagerLayers
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
-from forestream.data import Collator, TokenDataset, Tokens, grouped_order
-from forestream.errors import CheckpointError, DataError
+from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order
+from forestream.errors import CheckpointError, ConfigError, DataError
 from forestream.model import StreamingLM
 from forestream.objective import JointLoss, LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
+from forestream.ports import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,19 @@ class TrainConfig(JsonConfig):
         epochs: passes over the examples.
         batch_size: examples per forward pass of one process.
         accumulate: forward passes per optimizer update.
-        learning_rate: peak; it rises over `warmup` updates and falls linearly to zero.
-        share: share of the completion positions that carry streams.
+        learning_rate: peak; it rises over `warmup` updates and falls to zero as `schedule` says.
+        schedule: "linear" or "cosine".
+        stream_rate: learning rate of the streams' start (P_j and the optional map), in multiples of `learning_rate`.
+            Hidden states where streams begin are many times as large as P_j at its start, so more than 1 may pay.
+        weight_decay: of AdamW, on the LoRA and the scorer; never on the streams' start.
+        targets: "completion" has a loss on completion tokens only, "all" on prompt tokens too.
+        share: share of the positions with a target that carry streams.
         dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32.
         max_length: longer examples are left out, and counted in the report.
         save_every: updates between checkpoints that a run can be resumed from.
         log_every: updates between lines of the log.
+        checkpointing: keep a layer's input only and compute the layer again for its gradients: less memory, a third
+            more time. The gradients are the same.
     """
 
     epochs: int = 1
@@ -51,12 +63,24 @@ class TrainConfig(JsonConfig):
     seed: int = 0
     save_every: int = 100
     log_every: int = 10
+    schedule: Literal["linear", "cosine"] = "linear"
+    stream_rate: float = 1.0
+    weight_decay: float = 0.0
+    targets: Targets = "completion"
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
             whole(name, getattr(self, name), 1)
         in_range("learning_rate", self.learning_rate, 0.0, 1.0)
+        one_of("schedule", self.schedule, ("linear", "cosine"))
+        in_range("stream_rate", self.stream_rate, 0.0, 1e4)
+        in_range("weight_decay", self.weight_decay, 0.0, 1.0)
+        one_of("targets", self.targets, TARGETS)
         whole("warmup", self.warmup, 0)
+        whole("seed", self.seed, 0)
+        if not isinstance(self.checkpointing, bool):
+            raise ConfigError(f"checkpointing is {self.checkpointing!r}; expected true or false")
         in_range("share", self.share, 0.0, 1.0)
         one_of("dtype", self.dtype, ("bfloat16", "float32"))
 
@@ -72,15 +96,50 @@ def training_model(base: Any, config: StreamConfig) -> StreamingLM:
     return model
 
 
+class RecomputedLayers(EagerLayers):
+    """Layers whose activations are not kept: each runs again when its gradients are wanted."""
+
+    def __call__(
+        self,
+        layers: range,
+        states: Float[Tensor, "B Q D"],
+        inputs: Mapping[int, LayerInputs],
+        cache: StreamCache | PassCache | None,
+    ) -> Float[Tensor, "B Q D"]:
+        """As they are where no gradients are taken."""
+        if not torch.is_grad_enabled():
+            return super().__call__(layers, states, inputs, cache)
+        for i in layers:
+            # Not the host's own switch: it drops the cache, which maps values where they are rotated.
+            states = recomputed(self.port.run, i, states, inputs[i], cache, use_reentrant=False)
+        return states
+
+
 class StreamTrainer(Trainer):
     """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only."""
 
-    def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loss_config: LossConfig, stream_rate: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss_config = loss_config
+        self.stream_rate = stream_rate
         # The loss is a mean over each forward pass, so accumulated passes have to be averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own, with the streams' start in a group with a rate of its own and without weight decay."""
+        made = self.optimizer is not None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        own = self.accelerator.unwrap_model(model or self.model)
+        assert isinstance(own, StreamingLM)
+        start = list(own.start.parameters()) if own.start is not None else []
+        if start and not made:
+            apart = {id(parameter) for parameter in start}
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in apart]
+            rate = self.stream_rate * self.args.learning_rate
+            optimizer.add_param_group({"params": start, "lr": rate, "weight_decay": 0.0})
+        return optimizer
 
     def compute_loss(
         self,
@@ -137,6 +196,24 @@ class _LogFile(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
 
+def ordered(examples: Sequence[Tokens], config: TrainConfig) -> TokenDataset:
+    """The examples that are short enough, in the order in which training meets them, all epochs included.
+
+    Raises:
+        DataError: no example is short enough.
+    """
+    usable = [e for e in examples if len(e) <= config.max_length]
+    if not usable:
+        raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
+    order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
+    return TokenDataset(usable, order)
+
+
+def collator(streams: int, pad: int, config: TrainConfig) -> Collator:
+    """What makes batches of them."""
+    return Collator(streams, pad, config.share, config.seed, config.targets)
+
+
 def fit(
     model: StreamingLM,
     examples: Sequence[Tokens],
@@ -145,9 +222,11 @@ def fit(
     config: TrainConfig,
     loss_config: LossConfig,
     resume: bool = False,
+    started_from: str | None = None,
 ) -> dict[str, Any]:
     """Train `model` in place; checkpoints and log go to `folder`.
 
+    `started_from` names the weights that the run begins with, None fresh ones: a run goes on with its own only.
     With `resume`, the last complete checkpoint in `folder` is continued, as if it had never been interrupted.
 
     Returns:
@@ -157,21 +236,22 @@ def fit(
         DataError: no example is short enough.
         CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
     """
-    usable = [e for e in examples if len(e) <= config.max_length]
-    if not usable:
-        raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
+    data = ordered(examples, config)
+    usable = data.examples
     set_seed(config.seed)
-    order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
+    if config.checkpointing:
+        model.layers = RecomputedLayers(model.port)
     trainer = StreamTrainer(
         model=model,
         args=_arguments(folder, config, model.device.type == "cpu"),
-        train_dataset=TokenDataset(usable, order),
-        data_collator=Collator(model.stream_config.streams, pad, config.share, config.seed),
+        train_dataset=data,
+        data_collator=collator(model.stream_config.streams, pad, config),
         loss_config=loss_config,
+        stream_rate=config.stream_rate,
         callbacks=[_LogFile(folder / "log.jsonl")],
     )
     folder.mkdir(parents=True, exist_ok=True)
-    last = _begin(folder, _identity(model, usable, config, loss_config), resume)
+    last = _begin(folder, _identity(model, usable, config, loss_config, started_from), resume)
     outcome = trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
@@ -186,7 +266,11 @@ def fit(
 
 
 def _identity(
-    model: StreamingLM, examples: Sequence[Tokens], config: TrainConfig, loss_config: LossConfig
+    model: StreamingLM,
+    examples: Sequence[Tokens],
+    config: TrainConfig,
+    loss_config: LossConfig,
+    started_from: str | None,
 ) -> dict[str, Any]:
     """What must not change when a run is resumed."""
     digest = sha256(json.dumps([(e.prompt, e.completion) for e in examples]).encode()).hexdigest()
@@ -196,6 +280,7 @@ def _identity(
         "loss": asdict(loss_config),
         "streams": asdict(model.stream_config),
         "examples": digest,
+        "started_from": started_from,
     }
 
 
@@ -231,9 +316,9 @@ def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArgument
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.accumulate,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
+        lr_scheduler_type=config.schedule,
         warmup_steps=config.warmup,
-        weight_decay=0.0,
+        weight_decay=config.weight_decay,
         bf16=config.dtype == "bfloat16",
         use_cpu=cpu,
         logging_steps=config.log_every,

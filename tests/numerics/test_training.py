@@ -216,12 +216,19 @@ class Interrupted(Exception):
     """The power cut."""
 
 
-@pytest.mark.parametrize("changes", [{}, {"mode": "lossless"}])
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, {}),
+        ({"mode": "lossless"}, {}),
+        ({}, {"stream_rate": 30.0, "schedule": "cosine", "weight_decay": 0.1, "checkpointing": True}),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = trainable("llama", **changes)
-    report = run(whole, tmp_path / "whole", share=0.7)
+    report = run(whole, tmp_path / "whole", share=0.7, **settings)
     assert report["updates"] == 10
     met: list[Tensor] = []
 
@@ -233,13 +240,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         watch(patch, cut)
         with pytest.raises(Interrupted):
-            run(trainable("llama", **changes), tmp_path / "cut", share=0.7)
+            run(trainable("llama", **changes), tmp_path / "cut", share=0.7, **settings)
     assert sorted(p.name for p in (tmp_path / "cut").glob("checkpoint-*")) == ["checkpoint-4"]
     resumed = trainable("llama", seed=99, **changes)  # other fresh weights: all has to come out of the checkpoint
     with monkeypatch.context() as patch:
         later: list[Tensor] = []
         watch(patch, lambda inputs: later.append(inputs["ids"]))
-        again = run(resumed, tmp_path / "cut", resume=True, share=0.7)
+        again = run(resumed, tmp_path / "cut", resume=True, share=0.7, **settings)
     assert again["updates"] == 10
     assert len(later) == 6
     assert torch.equal(later[0], met[4])

@@ -97,6 +97,17 @@ def test_no_token_of_a_prompt_is_ever_a_target() -> None:
         assert batch.targets[row][batch.targets[row] != X].tolist() == list(example.completion)
 
 
+def test_tokens_of_prompts_are_targets_where_they_are_asked_for() -> None:
+    batch = Collator(streams=2, pad=7, targets="all").batch([ONE, Tokens((13,), (23, EOS))])
+    # Every token but the first is some position's next one, whatever part of the text it is in.
+    assert batch.rows.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]]
+    assert batch.targets.tolist() == [[11, 12, 20, 21, 22, EOS], [23, EOS, X, X, X, X]]
+    assert batch.carriers.tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0]]
+    assert batch.stream_targets[0].tolist() == [[12, 20, 21, 22, EOS], [20, 21, 22, EOS, X]]
+    assert batch.stream_targets[1].tolist() == [[EOS, X, X, X, X], [X, X, X, X, X]]
+    assert batch.ids.tolist() == Collator(streams=2, pad=7).batch([ONE, Tokens((13,), (23, EOS))]).ids.tolist()
+
+
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_every_stream_has_the_targets_that_are_left_for_it(streams: int) -> None:
     """Stream j loses the first j tokens of the completion: what it has left is what stands behind them."""

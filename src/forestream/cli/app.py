@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from forestream.cli.bench import bench
 from forestream.cli.cost import cost
 from forestream.cli.demo import demo
+from forestream.cli.distill import distill
 from forestream.cli.evaluate import evaluate
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
@@ -57,6 +58,7 @@ def main() -> None:
 app.command()(demo)
 app.command()(generate)
 app.command("inspect")(inspect_adapter)
+app.command()(distill)
 app.command()(train)
 app.command()(evaluate)
 app.command()(bench)

@@ -19,7 +19,9 @@ from forestream.config import SamplingSettings
 
 def bench(
     adapter: options.Adapter,
-    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,
     methods: Annotated[
@@ -94,7 +96,7 @@ def bench(
     generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     stock = partial(options.load_host, adapter, base, dtype, device, quantise)
     compared = [method(name.strip(), generator, prune_methods_below, stock) for name in methods.split(",")]
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
     record = {
@@ -114,6 +116,7 @@ def bench(
             "threads": torch.get_num_threads(),
             "decode": vars(decoding),
         },
+        **({"categories": [one.category for one in examples]} if any(one.category for one in examples) else {}),
         "methods": results,
     }
     _show(results)

@@ -13,6 +13,7 @@ from rich.table import Table
 from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
+from forestream.errors import ConfigError
 
 
 class Way(StrEnum):
@@ -23,7 +24,9 @@ class Way(StrEnum):
 
 def evaluate(
     adapter: options.Adapter,
-    task: Annotated[str, typer.Option(help="Which task's inputs and score: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Which task's inputs and score: e2e, sql, dialogsum, chat or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="validation or test.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct inputs; all by default.")] = None,
     way: Annotated[
@@ -57,6 +60,8 @@ def evaluate(
 
     made = provenance.collect()
     chosen = get_task(task)
+    if not chosen.metric_names:
+        raise ConfigError(f"{task} scores no texts: it is there to measure speed with; use `forestream bench`")
     examples = chosen.grouped(split, data_dir)[:limit]
     settings = options.settings_from(max_new_tokens=max_new_tokens or chosen.max_new_tokens)
     # The host library's own generate runs the host's own code.

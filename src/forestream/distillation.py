@@ -19,11 +19,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from forestream.bases import fingerprint, load_base
-from forestream.config import Compile, DecodeSettings, JsonConfig, SamplingSettings, StreamConfig, whole
+from forestream.config import Compile, JsonConfig, SamplingSettings, StreamConfig, whole
 from forestream.data import Tokens, prompt_ids, template_of
 from forestream.errors import ConfigError, DataError
 from forestream.generation import Generator
 from forestream.model import StreamingLM
+from forestream.requests import Request
 from forestream.steps import Counters
 from forestream.tasks.base import Example
 
@@ -129,10 +130,6 @@ def write_answers(
         raise ConfigError(
             "found a joint adapter, which writes another text than its base; give a lossless one, or none"
         )
-    generator.settings = DecodeSettings.from_dict(
-        asdict(generator.settings) | {"max_new_tokens": settings.max_new_tokens}
-    )
-    generator.sampling = settings.sampling
     prompts = {index: prompt_ids(generator.tokenizer, example.asked) for index, example in examples.items()}
     done = _resume(path, settings, provenance, prompts)
     waiting = [i for i in prompts if i not in done and len(prompts[i]) < generator.model.port.room(len(prompts[i]))]
@@ -143,7 +140,10 @@ def write_answers(
         for first in range(0, len(waiting), batch_size):
             group = waiting[first : first + batch_size]
             # A draw depends on the row's index, not on its mates: greedy or not, batches change nothing in float32.
-            requests = [generator.request(prompts[index], row=index) for index in group]
+            requests = [
+                Request(prompts[i], generator.eos, settings.sampling, max_new_tokens=settings.max_new_tokens, row=i)
+                for i in group
+            ]
             lines = []
             for index, one in zip(group, generator.generate_batch(requests, method), strict=True):
                 counters.merge(one.counters)
@@ -231,14 +231,15 @@ class _Answer:
 def _read(path: Path) -> tuple[AnswerSettings, list[_Answer]]:
     """Settings and answers; what stands behind the last whole line is left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        text = data[: data.rfind(b"\n") + 1].decode()
     except FileNotFoundError as error:
         raise DataError(f"found no file {path}; expected answers that `forestream distill` wrote") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} could not be read ({error}); expected answers that `forestream distill` wrote"
         ) from error
-    first, *lines = text[: text.rfind("\n") + 1].split("\n")  # not splitlines(): texts hold other separators
+    first, *lines = text.split("\n")  # not splitlines(): texts hold other separators
     try:
         head = json.loads(first)
         if head["format"] != FORMAT:
@@ -259,7 +260,7 @@ def _resume(
     path: Path, settings: AnswerSettings, provenance: Mapping[str, Any], prompts: Mapping[int, tuple[int, ...]]
 ) -> set[int]:
     """Begin the file, or see to it that it can be gone on with; return the indices that it holds."""
-    if not path.is_file() or "\n" not in path.read_text(encoding="utf-8", errors="replace"):
+    if not path.is_file() or b"\n" not in path.read_bytes():
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "settings": asdict(settings), "provenance": dict(provenance)}
         path.write_text(json.dumps(head) + "\n", encoding="utf-8")

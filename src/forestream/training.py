@@ -164,6 +164,8 @@ def fit(
     if not usable:
         raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
     set_seed(config.seed)
+    if model.gate is not None:
+        model.gate.open(0, 1, model.device)  # decoding may have left it shut, and PEFT freezes what is shut
     order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
     trainer = StreamTrainer(
         model=model,

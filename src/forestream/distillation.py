@@ -87,8 +87,11 @@ def base_generator(
         ConfigError: the base cannot be had, or compiling is asked for and there is no compiler.
         UnsupportedModel: the host cannot be driven exactly.
     """
-    host, tokenizer = load_base(base, dtype)
+    # As where adapters are loaded: float16 cannot hold every bfloat16 number, and buffers keep their dtype.
+    host, tokenizer = load_base(base, torch.float32 if dtype == torch.float16 else dtype)
     found = fingerprint(host)
+    for parameter in host.parameters():
+        parameter.data = parameter.data.to(dtype)
     model = StreamingLM(host, StreamConfig(streams=0, stream_layers=1, scorer_rank=0)).to(device).eval()
     model.prepare(compile)
     return Generator(model, tokenizer), found
@@ -101,6 +104,19 @@ def chosen_rows(examples: int, seed: int, most: int | None = None) -> list[int]:
     return order[:most]
 
 
+@dataclass(frozen=True)
+class Written:
+    """What one run added to a file of answers.
+
+    Attributes:
+        counters: of the answers that were written now.
+        left_out: prompts that fill the model's context, so that there is no room for an answer.
+    """
+
+    counters: Counters
+    left_out: int
+
+
 def write_answers(
     generator: Generator,
     examples: Mapping[int, Example],
@@ -109,7 +125,7 @@ def write_answers(
     provenance: Mapping[str, Any],
     batch_size: int = 4,
     advance: Callable[[int], None] = lambda done: None,
-) -> Counters:
+) -> Written:
     """Answer `examples`, given by index in the order to take them, and add the answers to `path` as they come.
 
     Drafts are used where the generator's adapter has streams. Those that the file holds already are not written again;
@@ -118,9 +134,6 @@ def write_answers(
     Args:
         batch_size: prompts that are answered together.
         advance: called with the number of examples done since the last call, for a progress bar.
-
-    Returns:
-        Counters of the answers that were written now.
 
     Raises:
         DataError: the file holds answers of other settings or to other prompts, or is none of answers.
@@ -132,7 +145,8 @@ def write_answers(
         )
     prompts = {index: prompt_ids(generator.tokenizer, example.asked) for index, example in examples.items()}
     done = _resume(path, settings, provenance, prompts)
-    waiting = [i for i in prompts if i not in done and len(prompts[i]) < generator.model.port.room(len(prompts[i]))]
+    fitting = [i for i, ids in prompts.items() if len(ids) < generator.model.port.room(len(ids))]
+    waiting = [i for i in fitting if i not in done]
     advance(len(prompts) - len(waiting))
     counters = Counters()
     method: Literal["forestream", "plain"] = "forestream" if generator.model.stream_config.streams else "plain"
@@ -158,7 +172,7 @@ def write_answers(
             file.write("".join(lines))
             file.flush()
             advance(len(group))
-    return counters
+    return Written(counters, len(prompts) - len(fitting))
 
 
 def read_answers(

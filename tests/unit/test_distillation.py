@@ -122,6 +122,15 @@ def test_an_answer_that_ends_holds_its_end_and_one_that_is_cut_off_holds_none(
     assert lines_of(tmp_path / "ended")[0]["finish"] == "stop"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_base_is_recognised_in_every_dtype(
+    base: Path, written: tuple[Generator, AnswerSettings], dtype: torch.dtype
+) -> None:
+    generator, found = base_generator(str(base), dtype)
+    assert found == written[1].fingerprint
+    assert generator.model.dtype == dtype
+
+
 def test_draws_depend_on_the_row_and_not_on_its_mates(
     written: tuple[Generator, AnswerSettings], tmp_path: Path
 ) -> None:
@@ -155,9 +164,10 @@ def test_a_prompt_that_fills_the_context_is_left_out(written: tuple[Generator, A
     generator, settings = written
     long = Example("x" * 600, "", (), form="chat")
     done: list[int] = []
-    write_answers(generator, {0: ROWS[0], 1: long}, tmp_path / "file", settings, {}, advance=done.append)
+    found = write_answers(generator, {0: ROWS[0], 1: long}, tmp_path / "file", settings, {}, advance=done.append)
     assert [line["index"] for line in lines_of(tmp_path / "file")] == [0]
     assert sum(done) == 2
+    assert (found.left_out, found.counters.prompts, found.counters.generated) == (1, 1, CAP)
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------

@@ -78,11 +78,13 @@ def distill(
         seed,
     )
     with counted("answers", len(numbers)) as advance:
-        found = write_answers(
+        written = write_answers(
             generator, {number: rows[number] for number in numbers}, output, settings, made, batch_size, advance
         )
+    found = written.counters
     Console(stderr=True).print(
-        f"{found.prompts} answers written, {found.generated} tokens in {found.passes} passes; {output} has them",
+        f"{found.prompts} answers written, {found.generated} tokens in {found.passes} passes, into {output}"
+        + (f"; left out: {written.left_out} prompts that fill the model's context" if written.left_out else ""),
         style="dim",
         highlight=False,
     )

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from forestream import card
 from forestream.bases import fingerprint, load_base
 from forestream.config import JsonConfig, Quantise, StreamConfig
+from forestream.data import template_print
 from forestream.errors import CheckpointError, PrecisionWarning
 from forestream.model import StreamingLM
 from forestream.quantised import quantise as quantise_model
@@ -52,12 +53,15 @@ class BaseModel(JsonConfig):
 
     Attributes:
         precision: of its weights while the adapter was trained: a dtype's name, int8 or int4; None if not recorded.
+        chat_template: print of the chat template that training prompts were rendered with; None if they were plain
+            texts, or if it was not recorded.
     """
 
     name: str
     family: str
     fingerprint: str
     precision: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,8 @@ def load(
         device: where the model goes; quantised weights are laid out for it and stay there.
 
     Raises:
-        CheckpointError: the folder is incomplete or corrupt, or the base is not the one it was trained on.
+        CheckpointError: the folder is incomplete or corrupt, the base is not the one it was trained on, or renders
+            chats by another template.
         ConfigError: the base cannot be quantised so, or a joint adapter is to stay unmerged beside quantised weights.
 
     Warns:
@@ -307,6 +312,7 @@ def load(
             f"{folder} was trained on {manifest.base.name} with fingerprint {manifest.base.fingerprint[:12]}, but the "
             f"base given has {found[:12]}; load the base it was trained on"
         )
+    _compare_templates(folder, manifest.base.chat_template, template_print(tokenizer))
     model = StreamingLM(host, manifest.config)
     model.add_lora()
     read_weights(model, folder)
@@ -319,6 +325,15 @@ def load(
     quantise_model(model, quantise)
     _compare_precisions(folder, manifest.base.precision, quantise if quantise != "off" else _name(dtype))
     return model.eval(), tokenizer
+
+
+def _compare_templates(folder: Path, trained: str | None, here: str | None) -> None:
+    if trained is not None and trained != here:
+        raise CheckpointError(
+            f"{folder} was trained on chats in the template {trained[:12]}, and the base given has "
+            f"{here[:12] if here else 'none'}: it would see other prompts than those it has learned from; give the "
+            "base with the tokenizer it was trained with, or train anew"
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 from typing import Final, Literal
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from forestream.errors import DataError
+from forestream.errors import DataError, PromptError
 from forestream.objective import IGNORED, TargetBatch
-from forestream.tasks.base import Example
+from forestream.tasks.base import Example, Message
 
 Targets = Literal["completion", "all"]
 """Which tokens the loss is about: those of completions, or those of prompts too."""
@@ -24,7 +27,7 @@ TARGETS: Final[tuple[Targets, ...]] = ("completion", "all")
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example as token ids; the completion ends with the end-of-text token."""
+    """One example as token ids; the completion ends with an end-of-text token, unless it was cut off at a cap."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -33,21 +36,58 @@ class Tokens:
         return len(self.prompt) + len(self.completion)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
-    """Token ids of a prompt, with the begin-of-text token where the tokenizer has one. The one place that decides."""
-    return tuple(tokenizer(prompt)["input_ids"])
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+    """Token ids of a prompt. The one place that decides.
+
+    A text gets the begin-of-text token where the tokenizer has one. The messages of a chat are put into place by the
+    tokenizer's own chat template, which goes as far as the opening of the assistant's answer.
+
+    Raises:
+        PromptError: the tokenizer has no chat template, or its template does not take these messages.
+    """
+    if isinstance(prompt, str):
+        return tuple(tokenizer(prompt)["input_ids"])
+    if template_print(tokenizer) is None:
+        raise PromptError(
+            "found a chat and a tokenizer without a chat template; give a base model that was made for chats, or the "
+            "prompt as plain text"
+        )
+    messages = [dict(message) for message in prompt]
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise PromptError(f"the base's chat template does not take these messages: {error}") from error
+    return tuple(ids)
+
+
+def template_print(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """64 hexadecimal digits that tell a tokenizer's chat template, or its several, from others; None of none."""
+    if not tokenizer.chat_template:
+        return None
+    return sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> str | None:
+    """Print of the chat template that the prompts of `examples` depend on; None if they are plain texts."""
+    return template_print(tokenizer) if any(example.form == "chat" for example in examples) else None
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, example: Example) -> Tokens:
     """Prompt and completion are tokenised apart, so that training and generation see the same prompt ids.
 
     Raises:
-        DataError: the tokenizer has no end-of-text token, or the prompt is empty.
+        DataError: the tokenizer has no end-of-text token, the prompt is empty, or a chat has no answer to learn.
+        PromptError: the example is a chat and the tokenizer has no chat template.
     """
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise DataError("the tokenizer has no end-of-text token (eos_token_id is None); set one before training")
-    prompt = prompt_ids(tokenizer, example.prompt)
+    if not example.completion:
+        raise DataError(
+            f"an example has no answer to learn (its prompt begins {example.prompt[:40]!r}); have the model write its "
+            "own with `forestream distill`, and train on them with --answers"
+        )
+    prompt = prompt_ids(tokenizer, example.asked)
     if not prompt:
         raise DataError(f"an example has an empty prompt; its completion begins {example.completion[:40]!r}")
     completion = tokenizer(example.completion, add_special_tokens=False)["input_ids"]

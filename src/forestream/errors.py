@@ -5,7 +5,7 @@
     ├── UnsupportedModel     the host cannot be driven exactly; says which ones can
     ├── CheckpointError      an adapter folder is missing, corrupt, or made for another base
     ├── DataError            rows are missing or not of the expected form
-    ├── PromptError          a prompt is empty or leaves no room before the context limit
+    ├── PromptError          a prompt is empty, leaves no room before the context limit, or is a chat without a template
     ├── GrammarError         a text left its grammar, or the grammar allows no further token
     ├── CacheError           a layer wrote another number of slots than the pass announced
     ├── PrecisionWarning     warned, not raised: the base is held in another precision than the adapter was trained on
@@ -36,7 +36,7 @@ class DataError(ForestreamError):
 
 
 class PromptError(ForestreamError, ValueError):
-    """A prompt is empty or leaves no room before the context limit."""
+    """A prompt is empty, leaves no room before the context limit, or is a chat for a model without a template."""
 
 
 class GrammarError(ForestreamError):

@@ -13,9 +13,10 @@ import torch
 
 from forestream.data import prompt_ids
 from forestream.errors import DataError
-from forestream.generation import Generator
+from forestream.generation import Generation, Generator
+from forestream.memory import Memory
 from forestream.requests import padded
-from forestream.tasks.base import Example
+from forestream.tasks.base import Example, user
 
 Way = Literal["forestream", "plain", "batched"]
 
@@ -103,16 +104,36 @@ def outputs(
     run = generator.steps if way == "forestream" else generator.plain_steps
     texts = []
     for example in examples:
-        texts.append(generator.collect(run(example.prompt)).text)
+        texts.append(generator.collect(run(example.asked)).text)
         advance(1)
     return texts
+
+
+def conversation(
+    generator: Generator, example: Example, way: Literal["forestream", "plain"] = "forestream"
+) -> list[Generation]:
+    """The model's answers to all turns of a chat, each in view of what was said before it, its own answers included.
+
+    What one turn has read is not read again for the next.
+
+    Raises:
+        PromptError: the model has no chat template, or the chat outgrows its context.
+    """
+    memory = Memory(generator.model)
+    run = generator.steps if way == "forestream" else generator.plain_steps
+    messages, answers = [], []
+    for said in (example.prompt, *example.turns):
+        messages.append(user(said))
+        answers.append(generator.collect(run(messages, memory=memory)))
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
 
 
 @torch.inference_mode()
 def _batched(
     generator: Generator, examples: Sequence[Example], batch_size: int, advance: Callable[[int], None]
 ) -> list[str]:
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
     # Prompts of similar length share a batch, so that little is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     pad = generator.eos[0] if generator.eos else 0

@@ -24,7 +24,11 @@ from forestream.model import StreamingLM
 from forestream.requests import Request, each_its_own, several, unpadded, whole_ids
 from forestream.schedule import Schedule
 from forestream.steps import Counters, Finish, Step, TokenScore, by_text, tokens_of
+from forestream.tasks.base import Message
 from forestream.writing import Piece, Writing
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or the messages of a chat, which the base's own chat template puts into place."""
 
 _WARM_PROMPT = 24  # tokens
 _DRAFTS_ENOUGH = 50  # passes
@@ -67,7 +71,8 @@ class Generation:
 class Generator:
     """A model with its tokenizer and settings.
 
-    Whatever is asked of a text is given by name with the prompt:
+    A prompt is a text, token ids, or the messages of a chat: `[{"role": "user", "content": "Why is the sky blue?"}]`.
+    Whatever is asked of a text is given by name with it:
 
     - any field of `DecodeSettings`: `max_new_tokens=32`, `nodes=16`;
     - any field of `SamplingSettings`: `temperature=0.7`, `top_p=0.9`, `seed=1`, `repetition_penalty=1.1`;
@@ -174,7 +179,7 @@ class Generator:
         for steps in (plain(self.model, some, new), decode(self.model, some, new)):
             self.collect(steps)
 
-    def request(self, prompt: str | Sequence[int], **asked: Any) -> Request:
+    def request(self, prompt: Prompt, **asked: Any) -> Request:
         """What is asked for, in full: `asked` are fields of `SamplingSettings` and of `Request`, `stop` and `grammar`.
 
         Raises:
@@ -186,21 +191,17 @@ class Generator:
             raise ConfigError("a request holds no settings of draft trees; give them to the call that decodes it")
         return replace(request, max_new_tokens=asked.get("max_new_tokens"))
 
-    def steps(
-        self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any
-    ) -> Iterator[Step]:
+    def steps(self, prompt: Prompt | Request, memory: Memory | None = None, **asked: Any) -> Iterator[Step]:
         """Decode speculatively, pass by pass. Errors surface when the first step is asked for."""
         request, settings = self._asked(prompt, asked)
         yield from decode(self.model, request, settings, memory=memory)
 
-    def plain_steps(
-        self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any
-    ) -> Iterator[Step]:
+    def plain_steps(self, prompt: Prompt | Request, memory: Memory | None = None, **asked: Any) -> Iterator[Step]:
         """The same text by plain decoding, one token a pass."""
         request, settings = self._asked(prompt, asked)
         yield from plain(self.model, request, settings, memory=memory)
 
-    def generate(self, prompt: str | Sequence[int] | Request, memory: Memory | None = None, **asked: Any) -> Generation:
+    def generate(self, prompt: Prompt | Request, memory: Memory | None = None, **asked: Any) -> Generation:
         """Write after `prompt` until the text ends or the cap is reached.
 
         Args:
@@ -216,7 +217,7 @@ class Generator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Request] | Mapping[str, Any],
+        prompts: Sequence[Prompt | Request] | Mapping[str, Any],
         method: Literal["forestream", "plain"] = "forestream",
         **asked: Any,
     ) -> list[Generation]:
@@ -261,7 +262,7 @@ class Generator:
             warn(AcceptanceWarning(_NOTHING_ACCEPTED.format(passes=counters.drafting)), stacklevel=2)
         return Generation(self.text(tokens), tokens, done, counters, lossy)
 
-    def stream(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt | Request, **asked: Any) -> Iterator[str]:
         """Yield the text in pieces as passes deliver it; joined, they are the whole text.
 
         A character whose bytes are spread over several tokens is held back until it is complete. Closing the iterator
@@ -272,7 +273,7 @@ class Generator:
             if text := "".join(piece.text for piece in writing.add(step)):
                 yield text
 
-    def pieces(self, prompt: str | Sequence[int] | Request, **asked: Any) -> Iterator[Piece]:
+    def pieces(self, prompt: Prompt | Request, **asked: Any) -> Iterator[Piece]:
         """As `stream`, but one piece for each token, with its id; a piece is empty while a character is incomplete."""
         writing = Writing(self.text)
         for step in self.steps(prompt, **asked):
@@ -284,7 +285,7 @@ class Generator:
         assert isinstance(decoded, str)
         return decoded
 
-    def _asked(self, prompt: str | Sequence[int] | Request, asked: dict[str, Any]) -> tuple[Request, DecodeSettings]:
+    def _asked(self, prompt: Prompt | Request, asked: dict[str, Any]) -> tuple[Request, DecodeSettings]:
         """The request and the settings that a call asks for."""
         unknown = set(asked) - _TREES - _LAW - _REQUEST - _HERE
         if unknown:
@@ -336,7 +337,7 @@ class Generator:
         return Schedule(tuple((rows, replace(one, **kept)) for rows, one in self.schedule.steps))
 
     def _ids(self, prompt: Any) -> tuple[int, ...]:
-        """Token ids of one prompt: a text, ids in any usual form, or what a tokenizer makes of one text."""
+        """Token ids of one prompt: a text, a chat, ids in any usual form, or what a tokenizer makes of one text."""
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty; give some text to go on from")
@@ -346,6 +347,8 @@ class Generator:
             if len(rows) != 1:
                 raise PromptError(f"found {len(rows)} texts; generate takes one, generate_batch several")
             return rows[0]
+        if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, Mapping) for one in prompt):
+            return prompt_ids(self.tokenizer, prompt)
         return whole_ids(prompt)
 
 

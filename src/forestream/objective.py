@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from forestream.config import JsonConfig, in_range, whole
+from forestream.config import JsonConfig, in_range, one_of, whole
 from forestream.model import PassOutput, StreamingLM
 
 IGNORED = -100
@@ -27,6 +27,10 @@ class LossConfig(JsonConfig):
         decay: a_j is `stream` * decay^(j - 1): below 1, streams that look further ahead weigh less.
         scorer: of the exit scorer's own next-token term. Its input is detached: it trains the scorer alone.
         chunk: rows whose logits are held at a time.
+        target: what streams are trained towards. "hard": the token of the example. "soft": the law of the main stream
+            of the same pass for that token, by KL(main || stream), with no gradient to the main stream; in lossless
+            mode this is the base's own law. "both": the weighted mean of the two.
+        soft_share: weight of the soft target in "both", from 0 to 1; the hard one has the rest.
     """
 
     main: float = 1.0
@@ -34,11 +38,20 @@ class LossConfig(JsonConfig):
     scorer: float = 0.1
     chunk: int = 128
     decay: float = 1.0
+    target: Literal["hard", "soft", "both"] = "hard"
+    soft_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("main", "stream", "scorer", "decay"):
             in_range(name, getattr(self, name), 0.0)
         whole("chunk", self.chunk, 1)
+        one_of("target", self.target, ("hard", "soft", "both"))
+        in_range("soft_share", self.soft_share, 0.0, 1.0)
+
+    @property
+    def softness(self) -> float:
+        """Share of the streams' loss that is taken against the main stream's law."""
+        return {"hard": 0.0, "soft": 1.0, "both": self.soft_share}[self.target]
 
     def weights(self, streams: int, scored: bool) -> dict[str, float]:
         """The weight of every term of a model with `streams` streams, by name: "main", "stream_1".., "scorer"."""
@@ -68,11 +81,19 @@ class TargetBatch:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss over a batch: summed cross-entropy, hits of the argmax, and targets counted."""
+    """One term of the loss over a batch, summed over its targets; hits and cross-entropy are of the hard ones.
+
+    Attributes:
+        loss: cross-entropy in nats, also where it is not what is trained on.
+        hits: targets that the argmax met.
+        count: targets.
+        soft: KL of the stream's law from the main stream's, in nats; None where it was not asked for.
+    """
 
     loss: float
     hits: int
     count: int
+    soft: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,36 +104,47 @@ class JointLoss:
     terms: dict[str, Term]
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Weighted sum of cross-entropies whose gradient is taken chunk by chunk, in the forward pass.
+class _ChunkedLoss(torch.autograd.Function):
+    """Weighted sum of the rows' losses, whose gradient is taken chunk by chunk, in the forward pass.
 
-    The head is frozen, so only the gradient with respect to its input is needed; logits live for one chunk.
+    The head is frozen and teachers are not to learn, so only the gradient with respect to the rows' own states is
+    needed; logits live for one chunk. Returned beside the sum: each row's cross-entropy, KL (0 without a teacher),
+    and whether its argmax is the hard target.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Float[Tensor, "R D"],
-        targets: Int[Tensor, " R"],
-        weights: Float[Tensor, " R"],
+        rows: _Rows,
+        main: Float[Tensor, "M D"],
         head: Callable[[Tensor], Tensor],
-        chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        config: LossConfig,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(states)
-        losses = torch.empty(len(targets), dtype=torch.float32, device=states.device)
-        hits = torch.empty(len(targets), dtype=torch.bool, device=states.device)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
+        losses = torch.empty(len(states), dtype=torch.float32, device=states.device)
+        hard, soft = torch.empty_like(losses), torch.zeros_like(losses)
+        hits = torch.empty(len(states), dtype=torch.bool, device=states.device)
+        for start in range(0, len(states), config.chunk):
+            part = slice(start, start + config.chunk)
+            targets, teachers = rows.targets[part], rows.teachers[part]
+            taught = teachers >= 0
             with torch.enable_grad():
                 piece = states[part].detach().requires_grad_()
                 logits = head(piece).float()
-                loss = functional.cross_entropy(logits, targets[part], reduction="none")
-                (gradient[part],) = torch.autograd.grad((loss * weights[part]).sum(), piece)
-            losses[part] = loss.detach()
-            hits[part] = logits.detach().argmax(-1) == targets[part]
+                entropy = functional.cross_entropy(logits, targets, reduction="none")
+                divergence = torch.zeros_like(entropy)
+                if bool(taught.any()):
+                    own, law = logits[taught].log_softmax(-1), _law(main[teachers[taught]], head)
+                    kl = functional.kl_div(own, law, reduction="none", log_target=True).sum(-1)
+                    divergence = divergence.masked_scatter(taught, kl)
+                loss = torch.where(taught, torch.lerp(entropy, divergence, config.softness), entropy)
+                (gradient[part],) = torch.autograd.grad((loss * rows.scales[part]).sum(), piece)
+            losses[part], hard[part], soft[part] = loss.detach(), entropy.detach(), divergence.detach()
+            hits[part] = logits.detach().argmax(-1) == targets
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(losses, hits)
-        return (losses * weights).sum(), losses, hits
+        ctx.mark_non_differentiable(hard, soft, hits)
+        return (losses * rows.scales).sum(), hard, soft, hits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -120,48 +152,82 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return gradient * gradients[0].to(gradient.dtype), None, None, None, None
 
 
+@torch.no_grad()
+def _law(states: Float[Tensor, "R D"], head: Callable[[Tensor], Tensor]) -> Float[Tensor, "R V"]:
+    """Log-probabilities by which main states foretell their next tokens."""
+    return head(states.detach()).float().log_softmax(-1)
+
+
 def gather_rows(states: Float[Tensor, "B N D"], rows: Int[Tensor, "B R"]) -> Float[Tensor, "B R D"]:
     """The states at `rows` of each batch row."""
     return torch.gather(states, 1, rows[:, :, None].expand(-1, -1, states.shape[2]))
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """R rows of one term, or of all terms one after the other.
+
+    Attributes:
+        states: what the head is applied to.
+        targets: hard targets; IGNORED marks rows that have none, hard or soft.
+        teachers: number of the main state that a row learns from, among all texts' one after the other; -1 of none.
+        scales: weight of each row's loss in the total.
+    """
+
+    states: Float[Tensor, "R D"]
+    targets: Int[Tensor, " R"]
+    teachers: Int[Tensor, " R"]
+    scales: Float[Tensor, " R"]
+
+    @staticmethod
+    def of(weight: float, states: Tensor, targets: Tensor, teachers: Tensor | None = None) -> _Rows:
+        """The rows of a term that have a target; the term is the mean over them, times its weight."""
+        targets = targets.flatten()
+        valid = targets != IGNORED
+        count = int(valid.sum())
+        teachers = torch.full_like(targets, -1) if teachers is None else teachers.flatten()
+        scales = torch.full((count,), weight / max(count, 1), device=states.device)
+        return _Rows(states.flatten(0, 1)[valid], targets[valid], teachers[valid], scales)
+
+
 def joint_loss(model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig) -> JointLoss:
     """Eq. 5 over one pass: each term is the mean over its own targets, then weighted.
 
-    A term without any target counts as zero.
+    A term without any target counts as zero. Soft targets stand where hard ones do.
     """
-    states = [gather_rows(output.main, batch.rows).flatten(0, 1)]
-    targets = [batch.targets.flatten()]
-    for j in range(output.streams.shape[1]):
-        states.append(output.streams[:, j].flatten(0, 1))
-        targets.append(batch.stream_targets[:, j].flatten())
     weights = config.weights(output.streams.shape[1], model.scorer is not None)
+    parts = {"main": _Rows.of(weights["main"], gather_rows(output.main, batch.rows), batch.targets)}
+    for j in range(output.streams.shape[1]):
+        teachers = _teachers(batch, output.main.shape[1], j + 1) if config.softness else None
+        name, own = f"stream_{j + 1}", (output.streams[:, j], batch.stream_targets[:, j])
+        parts[name] = _Rows.of(weights[name], *own, teachers)
     if model.scorer is not None and "scorer" in weights:
-        states.append(model.scorer(gather_rows(output.trunk, batch.rows).detach()).flatten(0, 1))
-        targets.append(targets[0])
-    return _weighted(model, states, targets, weights, config.chunk)
-
-
-def _weighted(
-    model: StreamingLM,
-    states: list[Tensor],
-    targets: list[Tensor],
-    weights: dict[str, float],
-    chunk: int,
-) -> JointLoss:
-    valid: list[Bool[Tensor, " R"]] = [target != IGNORED for target in targets]
-    counts = [int(mask.sum()) for mask in valid]
-    rows = torch.cat([s[mask].to(states[0].dtype) for s, mask in zip(states, valid, strict=True)])
-    wanted = torch.cat([t[mask] for t, mask in zip(targets, valid, strict=True)])
-    scales = torch.cat(
-        [
-            torch.full((count,), weight / max(count, 1), device=rows.device)
-            for weight, count in zip(weights.values(), counts, strict=True)
-        ]
+        scored = model.scorer(gather_rows(output.trunk, batch.rows).detach())
+        parts["scorer"] = _Rows.of(weights["scorer"], scored, batch.targets)
+    states = torch.cat([part.states.to(output.main.dtype) for part in parts.values()])
+    targets, teachers, scales = (
+        torch.cat([getattr(part, name) for part in parts.values()]) for name in ("targets", "teachers", "scales")
     )
-    total, losses, hits = _ChunkedCrossEntropy.apply(rows, wanted, scales, model.logits, chunk)
+    main = output.main.detach().flatten(0, 1)
+    total, *found = _ChunkedLoss.apply(states, _Rows(states, targets, teachers, scales), main, model.logits, config)
+    counts = [len(part.targets) for part in parts.values()]
     terms = {
-        name: Term(float(loss.sum()), int(hit.sum()), len(loss))
-        for name, loss, hit in zip(weights, losses.split(counts), hits.split(counts), strict=True)
+        name: Term(
+            float(hard.sum()),
+            int(hits.sum()),
+            len(hard),
+            float(soft.sum()) if config.softness and name.startswith("stream_") else None,
+        )
+        for name, hard, soft, hits in zip(parts, *(one.split(counts) for one in found), strict=True)
     }
     return JointLoss(total, terms)
+
+
+def _teachers(batch: TargetBatch, nodes: int, stream: int) -> Int[Tensor, "B C"]:
+    """The main state that foretells what `stream` is to foretell from each carrier, numbered text after text.
+
+    Stream j at t foretells the token at t + 1 + j, as the main stream does at t + j. Where that is behind the text's
+    end there is no target either, and whatever is named here is left out with it.
+    """
+    texts = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
+    return texts * nodes + (batch.carriers + stream).clamp(max=nodes - 1)

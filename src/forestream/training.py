@@ -124,7 +124,7 @@ class StreamTrainer(Trainer):
         self.stream_rate = stream_rate
         # The loss is a mean over each forward pass, so accumulated passes have to be averaged by the Trainer.
         self.model_accepts_loss_kwargs = False
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own, with the streams' start in a group with a rate of its own and without weight decay."""
@@ -161,13 +161,16 @@ class StreamTrainer(Trainer):
         for name, term in loss.terms.items():
             sums = self._sums[name]
             sums[0], sums[1], sums[2] = sums[0] + term.loss, sums[1] + term.hits, sums[2] + term.count
+            sums[3] += term.soft or 0.0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds mean loss and accuracy of every term since the last line."""
-        for name, (loss, hits, count) in self._sums.items():
+        """Adds mean loss and accuracy of every term since the last line, and the streams' soft loss if there is one."""
+        for name, (loss, hits, count, soft) in self._sums.items():
             if count:
                 logs[f"{name}_loss"] = round(loss / count, 4)
                 logs[f"{name}_accuracy"] = round(hits / count, 4)
+                if self.loss_config.softness and name.startswith("stream_"):
+                    logs[f"{name}_soft_loss"] = round(soft / count, 4)
         self._sums.clear()
         super().log(logs, start_time)
 
@@ -241,6 +244,8 @@ def fit(
     set_seed(config.seed)
     if config.checkpointing:
         model.layers = RecomputedLayers(model.port)
+    if model.gate is not None:
+        model.gate.open(0, 1, model.device)  # decoding may have left it shut, and PEFT freezes what is shut
     trainer = StreamTrainer(
         model=model,
         args=_arguments(folder, config, model.device.type == "cpu"),

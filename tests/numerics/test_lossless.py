@@ -1,8 +1,9 @@
 """What the modes promise: lossless leaves the base's weights and text alone, joint merges into the base unchanged."""
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -117,6 +118,39 @@ def test_the_adapter_sits_in_the_stream_layers_only(host: str) -> None:
         assert everywhere == sum(isinstance(m, LoraLayer) for i in layers for m in model.port.layers[i].modules())
         own = {id(p) for part in (model.start, model.scorer) if part is not None for p in part.parameters()}
         assert all("lora_" in name or id(p) in own for name, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("target", ["hard", "soft", "both"])
+def test_streams_learn_what_the_base_itself_writes(target: Literal["hard", "soft", "both"], tmp_path: Path) -> None:
+    """Trained on the base's own greedy texts, streams are accepted more often; the base and its texts stay."""
+    base = HOSTS["llama"]()
+    untouched = checksum(base)
+    starts = [prompt(5, seed=i) for i in range(6)]
+    texts = [generated(base, start, 12) for start in starts]
+    model = trainable(base, mode="lossless")
+    settings = DecodeSettings(max_new_tokens=12, nodes=6)
+
+    def accepted() -> float:
+        counters = Counters()
+        model.eval()
+        for start, text in zip(starts, texts, strict=True):
+            steps = list(decode(model, start, settings))
+            assert tokens_of(steps) == text == tokens_of(list(plain(model, start, settings)))
+            counters.extend(steps)
+        return counters.mean_acceptance_length
+
+    before = accepted()
+    own = [Tokens(start, text) for start, text in zip(starts, texts, strict=True)]
+    config = TrainConfig(epochs=40, batch_size=6, warmup=0, dtype="float32", learning_rate=0.03, log_every=10)
+    report = fit(model, own, 0, tmp_path, config, LossConfig(stream=1.0, target=target))
+    assert report["updates"] == 40
+    assert accepted() > before + 0.3
+    assert checksum(model.port.model) == untouched
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines() if "stream_1_loss" in line]
+    assert log[-1]["stream_1_accuracy"] > log[0]["stream_1_accuracy"]
+    told = "stream_1_soft_loss" if target == "soft" else "stream_1_loss"
+    assert log[-1][told] < log[0][told]
+    assert ("stream_1_soft_loss" in log[0]) == (target != "hard")
 
 
 def test_training_moves_streams_and_adapter_and_nothing_else(tmp_path: Path) -> None:

@@ -8,8 +8,17 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from forestream.data import Collator, TokenDataset, Tokens, grouped_order, prompt_ids, tokenize
-from forestream.errors import DataError
+from forestream.data import (
+    Collator,
+    TokenDataset,
+    Tokens,
+    grouped_order,
+    prompt_ids,
+    template_of,
+    template_print,
+    tokenize,
+)
+from forestream.errors import DataError, PromptError
 from forestream.objective import IGNORED
 from forestream.tasks.base import Example
 
@@ -53,6 +62,59 @@ def test_a_prompt_without_tokens_is_refused() -> None:
     silent.backend_tokenizer.normalizer = normalizers.Replace("a", "")
     with pytest.raises(DataError, match="empty prompt; its completion begins ' c d'"):
         tokenize(silent, Example("a", " c d", ("c d",)))
+
+
+# --- chats ------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+HELLO = Example("b c", "d", ("d",), form="chat")
+
+
+def chatting(template: str | dict[str, str] | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    found = tokenizer(begin=True, eos_token="<end>")
+    found.chat_template = template
+    return found
+
+
+def test_a_chat_is_rendered_by_the_template_as_far_as_the_answer() -> None:
+    """`u` is no word here; the template decides, so no begin-of-text token comes by itself."""
+    assert prompt_ids(chatting(), HELLO.asked) == (2, 4, 5, 3)
+    turns = [*HELLO.asked, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
+    assert prompt_ids(chatting(), turns) == (2, 4, 5, 3, 6, 2, 7, 3)
+    assert tokenize(chatting(), HELLO) == Tokens((2, 4, 5, 3), (6, 0))
+
+
+def test_without_a_template_there_are_no_chats() -> None:
+    assert template_print(chatting(None)) is None
+    with pytest.raises(PromptError, match="a tokenizer without a chat template; give a base model"):
+        prompt_ids(chatting(None), HELLO.asked)
+
+
+def test_a_template_that_refuses_is_an_error_that_says_so() -> None:
+    strict = chatting("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(PromptError, match="does not take these messages: roles must alternate"):
+        prompt_ids(strict, HELLO.asked)
+
+
+def test_an_answer_that_is_wanted_cannot_be_learned() -> None:
+    with pytest.raises(DataError, match=r"has no answer to learn .*'b c'.*forestream distill"):
+        tokenize(chatting(), Example("b c", "", (), form="chat"))
+
+
+def test_templates_are_told_apart() -> None:
+    prints = [template_print(chatting(t)) for t in (TEMPLATE, TEMPLATE + " ", {"default": TEMPLATE, "tools": "x"})]
+    assert all(found is not None and len(found) == 64 for found in prints)
+    assert len(set(prints)) == 3
+    assert template_print(chatting()) == prints[0]
+
+
+def test_only_chats_depend_on_the_template() -> None:
+    text = Example("a", " b", ("b",))
+    assert template_of(chatting(), [text]) is None
+    assert template_of(chatting(), [text, HELLO]) == template_print(chatting())
 
 
 # --- targets --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from forestream.errors import ConfigError, DataError
 from forestream.tasks import TASKS, Example, Synthetic, Task, get_task
 from forestream.tasks.rows import rows
+from forestream.tasks.spec_bench import CATEGORIES
 from forestream.tasks.sql import held_out_split
 from forestream.tasks.synthetic import WORDS
 
@@ -27,7 +28,7 @@ def write(data: Path, folder: str, split: str, found: list[dict[str, Any]]) -> P
 
 
 def test_tasks_are_found_by_name() -> None:
-    assert [task.name for task in TASKS] == ["e2e", "sql", "dialogsum", "synthetic"]
+    assert [task.name for task in TASKS] == ["e2e", "sql", "dialogsum", "chat", "spec_bench", "synthetic"]
     assert all(get_task(task.name) is task for task in TASKS)
     with pytest.raises(ConfigError, match="found task 'e2'; expected one of e2e, sql"):
         get_task("e2")
@@ -92,6 +93,82 @@ def test_dialogsum_names_the_row_without_a_summary(tmp_path: Path) -> None:
     write(tmp_path, "dialogsum", "test", [good, bad])
     with pytest.raises(DataError, match=r"row 2 of split 'test'.*dialogue, summary1; expected"):
         get_task("dialogsum").examples("test", tmp_path)
+
+
+INSTRUCTION = {"instruction": "Translate. ", "input": "Guten Tag", "output": " Good day\n", "source": "alpaca"}
+
+
+def test_chat_is_what_a_user_says_and_the_answer(tmp_path: Path) -> None:
+    bare = INSTRUCTION | {"input": "", "source": "code_alpaca"}
+    write(tmp_path, "instruct", "train", [INSTRUCTION, bare])
+    task = get_task("chat")
+    with_input, without = task.examples("train", tmp_path)
+    assert with_input == Example("Translate.\n\nGuten Tag", "Good day", ("Good day",), form="chat", category="alpaca")
+    assert (without.prompt, without.category) == ("Translate.", "code_alpaca")
+    assert with_input.asked == [{"role": "user", "content": "Translate.\n\nGuten Tag"}]
+    assert task.score(["Good day"], [with_input]) == {"rouge1": 100.0, "rougeLsum": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "fields"), [("chat", "train", "instruct/train.jsonl.gz"), ("spec_bench", "test", "category")]
+)
+def test_sets_that_are_on_no_hub_say_which_files_they_expect(
+    name: str, split: str, fields: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    with pytest.raises(DataError, match="is on no hub and is read from a folder only: give --data-dir DIR") as caught:
+        get_task(name).examples(split)
+    assert fields in str(caught.value)
+    assert not hub.calls
+
+
+def test_spec_bench_keeps_turns_and_six_categories(tmp_path: Path) -> None:
+    found = [
+        {"question_id": 81, "category": "writing", "turns": ["Write a post. ", "Shorter."]},
+        {"question_id": 1, "category": "translation", "turns": ["Übersetze."], "reference": ["Translate."]},
+    ]
+    write(tmp_path, "spec_bench", "test", found)
+    task = get_task("spec_bench")
+    first, second = task.grouped("test", tmp_path)
+    assert first == Example("Write a post.", "", (), form="chat", turns=("Shorter.",), category="mt_bench")
+    assert (second.category, second.turns) == ("translation", ())
+    with pytest.raises(DataError, match="scores no texts; use `forestream bench`"):
+        task.score(["a", "b"], [first, second])
+    with pytest.raises(DataError, match="found split 'train' of spec_bench; expected test"):
+        task.examples("train", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"category": "qa"}, "row 1 of spec_bench has None as turns"),
+        ({"category": "qa", "turns": []}, r"has \[\] as turns"),
+        ({"category": "qa", "turns": ["a", " "]}, "expected a list of texts"),
+        ({"category": "chess", "turns": ["a"]}, "of category 'chess'; expected mt_bench, translation"),
+    ],
+)
+def test_a_row_of_spec_bench_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    write(tmp_path, "spec_bench", "test", [row])
+    with pytest.raises(DataError, match=told):
+        get_task("spec_bench").examples("test", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        (("say ", "", ()), "ends with white space"),
+        (("say", " answer", ()), "answer ' answer' begins or ends with white space"),
+    ],
+)
+def test_a_chat_that_joins_badly_is_refused(example: tuple[str, str, tuple[str, ...]], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        Example(*example, form="chat")
+
+
+def test_only_chats_have_turns() -> None:
+    with pytest.raises(DataError, match="found 1 further turns in an example of the form 'text'"):
+        Example("a", " b", ("b",), turns=("c",))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +344,7 @@ def test_the_one_split_of_sql_is_divided_by_tables(monkeypatch: pytest.MonkeyPat
         ("sql", "validation", 8229, 8227),
         ("dialogsum", "test", 500, 500),
         ("dialogsum", "validation", 500, 500),
+        ("chat", "validation", 386, 386),
     ],
 )
 def test_real_rows(data_dir: Path, name: str, split: str, rows_found: int, groups: int) -> None:
@@ -279,6 +357,13 @@ def test_real_rows(data_dir: Path, name: str, split: str, rows_found: int, group
     assert scores == dict.fromkeys(task.metric_names, 100.0)
     # Everybody else's answer is worth less.
     assert all(value < 70 for value in task.score(right[::-1], grouped[:50]).values())
+
+
+def test_real_prompts_of_spec_bench(data_dir: Path) -> None:
+    found = get_task("spec_bench").grouped("test", data_dir)
+    counts = {kind: sum(example.category == kind for example in found) for kind in CATEGORIES}
+    assert counts == dict.fromkeys(CATEGORIES, 80)
+    assert all(bool(example.turns) == (example.category == "mt_bench") for example in found)
 
 
 def test_real_dialogues_have_three_summaries(data_dir: Path) -> None:

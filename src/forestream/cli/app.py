@@ -18,6 +18,7 @@ from forestream.cli.calibrate import calibrate
 from forestream.cli.card import card
 from forestream.cli.cost import cost
 from forestream.cli.demo import demo
+from forestream.cli.distill import distill
 from forestream.cli.evaluate import evaluate
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
@@ -60,6 +61,7 @@ def main() -> None:
 app.command()(demo)
 app.command()(generate)
 app.command("inspect")(inspect_adapter)
+app.command()(distill)
 app.command()(train)
 app.command("train-scorer")(train_scorer)
 app.command()(evaluate)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def bench(
     adapter: options.Adapter,
-    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,
     methods: Annotated[
@@ -102,7 +104,7 @@ def bench(
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
     compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in examples]
+    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
     record = {
@@ -122,6 +124,7 @@ def bench(
             "threads": torch.get_num_threads(),
             "decode": vars(decoding),
         },
+        **({"categories": [one.category for one in examples]} if any(one.category for one in examples) else {}),
         "methods": results,
     }
     _show(results)

@@ -43,7 +43,9 @@ def evaluate(
             help="Instead of --adapter: a record of this command (--json), whose texts are scored as they are.",
         ),
     ] = None,
-    task: Annotated[str, typer.Option(help="Which task's inputs and score: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Which task's inputs and score: e2e, sql, dialogsum, chat or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="validation or test.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct inputs; all by default.")] = None,
     against: Annotated[
@@ -98,6 +100,8 @@ def evaluate(
         raise ConfigError("give either --adapter, to write texts, or --texts, to score written ones")
     made = provenance.collect()
     chosen = get_task(task)
+    if not chosen.metric_names:
+        raise ConfigError(f"{task} scores no texts: it is there to measure speed with; use `forestream bench`")
     cap = max_new_tokens or chosen.max_new_tokens
     settings = options.settings_from(max_new_tokens=cap)
     # The host library's own generate runs the host's own code.

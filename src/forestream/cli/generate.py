@@ -16,6 +16,7 @@ from forestream.cli.prompts import numbered_lines
 from forestream.cli.writing import figures, heading, speed_line
 from forestream.config import SamplingSettings
 from forestream.errors import ConfigError, PromptError
+from forestream.tasks.base import user
 from forestream.writing import Writing
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ def generate(
             "--file", exists=True, dir_okay=False, help="Text file with a prompt per line; blanks are skipped."
         ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt to the model as what a user says, by its chat template.")
+    ] = False,
     base: options.Base = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Decode plainly, one token a pass: the same text, to compare speeds.")
@@ -119,7 +123,7 @@ def generate(
     done: list[Generation] = []
     for first in range(0, len(prompts), batch_size):
         group = [
-            generator.request(given, row=row, **asked)
+            generator.request([user(given)] if chat else given, row=row, **asked)
             for given, row in zip(prompts[first : first + batch_size], rows[first:], strict=False)
         ]
         if live:

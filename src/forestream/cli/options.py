@@ -341,6 +341,21 @@ def _how(form: QuantiseForm) -> Quantise:
     return "int8" if form == QuantiseForm.int8 else "int4" if form == QuantiseForm.int4 else "off"
 
 
+def load_base_generator(name: str, dtype: DType, device: str, form: CompileForm) -> tuple[Generator, str]:
+    """A base without an adapter, ready to write plainly, behind a spinner on stderr; and its fingerprint.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedModel: the base or the device cannot be had or used.
+    """
+    with Console(stderr=True).status(f"loading {name} (a first use prepares the base model, once: half a minute)"):
+        from transformers.utils import logging
+
+        from forestream.distillation import base_generator
+
+        logging.disable_progress_bar()
+        return base_generator(name, torch_dtype(dtype), torch_device(device), compile_how(form))
+
+
 def load_host(
     adapter: Path, base: str | None, dtype: DType, device: str, quantise: QuantiseForm = QuantiseForm.off
 ) -> StreamingLM:

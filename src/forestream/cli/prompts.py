@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from forestream.errors import PromptError
+from forestream.tasks.base import Message, user
 
 JSON_LINES: Final = ".jsonl"
 
 
 class Prompt(NamedTuple):
-    """A prompt and where it stands, such as "line 3 of prompts.txt"."""
+    """A prompt and where it stands, such as "line 3 of prompts.txt"; of the form "chat" it is what a user says."""
 
     text: str
     where: str
+    form: Literal["text", "chat"] = "text"
+
+    @property
+    def asked(self) -> str | list[Message]:
+        """The prompt as `forestream.data.prompt_ids` takes it."""
+        return [user(self.text)] if self.form == "chat" else self.text
 
 
 def read_prompts(file: Path) -> list[Prompt]:

@@ -28,6 +28,12 @@ class Mode(StrEnum):
     lossless = "lossless"
 
 
+class Target(StrEnum):
+    hard = "hard"
+    soft = "soft"
+    both = "both"
+
+
 def train(
     overrides: Annotated[
         list[str] | None,
@@ -42,7 +48,7 @@ def train(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="What to learn: e2e, sql, dialogsum or synthetic. Needed without a recipe."),
+        typer.Option(help="What to learn: e2e, sql, dialogsum, chat or synthetic. Needed without a recipe."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Adapter folder to write. Needed without --plan.")] = None,
     base: Annotated[
@@ -58,6 +64,13 @@ def train(
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
     ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Learn the base's own answers to the task's prompts, out of this file of `forestream distill`.",
+        ),
+    ] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the examples. [default: 1]")] = None,
     streams: Annotated[
@@ -72,6 +85,13 @@ def train(
     stream_weight: Annotated[
         float | None,
         typer.Option(help="alpha_1 of the joint loss; with loss.decay=1, its default, of all streams. [default: 0.1]"),
+    ] = None,
+    target: Annotated[
+        Target | None,
+        typer.Option(
+            help="What streams learn: hard, the example's tokens; soft, the main stream's own law for them; both. "
+            "[default: hard]"
+        ),
     ] = None,
     share: Annotated[
         float | None, typer.Option(help="Share of the positions with a target that carry streams. [default: 1.0]")
@@ -128,6 +148,7 @@ def train(
         "training.seed": seed,
         "training.save_every": save_every,
         "loss.stream": stream_weight,
+        "loss.target": target,
     }
     wanted, layers_given = _wanted(recipe, overrides or (), given)
     if (output is None) != plan:
@@ -140,7 +161,7 @@ def train(
         from forestream import checkpoint
 
         checkpoint.check_output(output)
-    run = _Run(wanted, layers_given, data_dir, options.torch_device(device))
+    run = _Run(wanted, layers_given, data_dir, options.torch_device(device), answers)
     console = Console()
     _announce(console, run)
     if output is None:
@@ -167,32 +188,37 @@ def _wanted(recipe: str | None, overrides: Sequence[str], given: dict[str, Any])
 class _Run:
     """One training: the model, its examples, and the recipe as it is used."""
 
-    def __init__(self, recipe: Recipe, layers_given: bool, data_dir: Path | None, device: str) -> None:
+    def __init__(
+        self, recipe: Recipe, layers_given: bool, data_dir: Path | None, device: str, answers: Path | None
+    ) -> None:
         import torch
 
         from forestream import checkpoint
         from forestream.bases import fingerprint, load_base
-        from forestream.data import tokenize
+        from forestream.data import template_of
+        from forestream.distillation import AnswerSettings
         from forestream.tasks import get_task
         from forestream.training import collator, ordered, training_model
         from forestream.trial import Trial
 
         config = recipe.training
-        rows = get_task(recipe.task).examples("train", data_dir)
-        random.Random(config.seed).shuffle(rows)
+        self.told = None if answers is None else AnswerSettings.read(answers, recipe.task)
+        rows = get_task(recipe.task).examples("train" if self.told is None else self.told.split, data_dir)
         host, tokenizer = load_base(recipe.base, options.torch_dtype(options.DType(config.dtype)))
         host.to(device)
         if not layers_given:
             half = max(1, host.config.num_hidden_layers // 2)
             recipe = replace(recipe, streams=replace(recipe.streams, stream_layers=half))
         self.recipe = recipe
-        self.origin = checkpoint.BaseModel(recipe.base, host.config.model_type, fingerprint(host), config.dtype)
+        self.origin = checkpoint.BaseModel(
+            recipe.base, host.config.model_type, fingerprint(host), config.dtype, template_of(tokenizer, rows)
+        )
         torch.manual_seed(config.seed)
         self.model: StreamingLM = training_model(host, recipe.streams)
         self.started_from: str | None = None
         if recipe.start_from is not None:
             self.started_from = checkpoint.begin_from(self.model, Path(recipe.start_from), self.origin.fingerprint)
-        self.examples = [tokenize(tokenizer, row) for row in rows[: recipe.examples]]
+        self.examples = _tokens(tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples)
         self.pad: int = tokenizer.eos_token_id
         collate = collator(recipe.streams.streams, self.pad, config)
         self.trial: Trial = Trial(self.model, ordered(self.examples, config), collate, config, recipe.loss)
@@ -222,7 +248,24 @@ class _Run:
             "stream": asdict(recipe.streams),
             **self.report,
         }
+        record |= {} if self.told is None else {"answers": asdict(self.told)}
         checkpoint.save(self.model, output, self.origin, record)
+
+
+def _tokens(
+    tokenizer: Any, rows: list[Any], answers: Path | None, base_print: str, seed: int, examples: int | None
+) -> list[Any]:
+    """What is trained on, in an order drawn by `seed`: the rows, or the base's own answers to them."""
+    from forestream.data import tokenize
+    from forestream.distillation import read_answers
+
+    order = random.Random(seed)
+    if answers is not None:
+        own = read_answers(answers, rows, tokenizer, base_print)
+        order.shuffle(own)
+        return own[:examples]
+    order.shuffle(rows)
+    return [tokenize(tokenizer, row) for row in rows[:examples]]
 
 
 def _announce(console: Console, run: _Run) -> None:

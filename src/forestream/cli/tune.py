@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 def tune(
     adapter: options.ShippedAdapter = None,
-    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="Settings are chosen on validation and reported on test.")] = "validation",
     limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,
     candidates: Annotated[int, typer.Option(min=1, help="How many of the best predictions are run.")] = 6,
@@ -84,7 +86,7 @@ def tune(
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
     generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     precision = options.precision(dtype, quantise)
-    prompts = [prompt_ids(generator.tokenizer, example.prompt) for example in texts]
+    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in texts]
     costs = (
         measure(generator, folder, precision, device, compile)
         if profile is None
@@ -110,7 +112,7 @@ def tune(
         Console().print(f"{rows} texts together: {tuning.choose(best, found)[0]} is the fastest")
     confirmed = {}
     if confirm is not None:
-        others = [prompt_ids(generator.tokenizer, one.prompt) for one in chosen.grouped(confirm, data_dir)[:limit]]
+        others = [prompt_ids(generator.tokenizer, one.asked) for one in chosen.grouped(confirm, data_dir)[:limit]]
         confirmed = run(f"running the same on {confirm}", others)
         Console().print(f"on {confirm}, {name} reaches {tuning.share_of_best(name, confirmed):.0%} of the best speed")
     path = output or folder / tuning.FILE

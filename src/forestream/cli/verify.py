@@ -44,7 +44,7 @@ def verify(
         ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="Take the prompts of a task: e2e, sql, dialogsum or synthetic.")
+        str | None, typer.Option(help="Take the prompts of a task: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Of the task.  [default: validation]")] = None,
     data_dir: Annotated[
@@ -196,7 +196,10 @@ def _prompts(
 
     chosen, part = get_task(task), split or "validation"
     examples = chosen.grouped(part, data_dir)
-    texts = [Prompt(one.prompt, f"prompt {number} of {task}, {part}") for number, one in enumerate(examples, start=1)]
+    texts = [
+        Prompt(one.prompt, f"prompt {number} of {task}, {part}", one.form)
+        for number, one in enumerate(examples, start=1)
+    ]
     return texts, chosen.max_new_tokens
 
 
@@ -226,7 +229,7 @@ def _ids(generator: Generator, prompt: Prompt) -> tuple[int, ...]:
     from forestream.data import prompt_ids
     from forestream.prefill import token_limit
 
-    ids = prompt_ids(generator.tokenizer, prompt.text)
+    ids = prompt_ids(generator.tokenizer, prompt.asked)
     try:
         token_limit(generator.model, ids, generator.settings.max_new_tokens)
     except PromptError as error:

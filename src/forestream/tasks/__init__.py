@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from forestream.errors import ConfigError
-from forestream.tasks.base import Example, Source, Task
+from forestream.tasks.base import Example, Message, Source, Task
+from forestream.tasks.chat import Chat
 from forestream.tasks.dialogsum import DialogSum
 from forestream.tasks.e2e import E2E
+from forestream.tasks.spec_bench import SpecBench
 from forestream.tasks.sql import SQL
 from forestream.tasks.synthetic import Synthetic
 
-TASKS: Final[tuple[Task, ...]] = (E2E(), SQL(), DialogSum(), Synthetic())
+TASKS: Final[tuple[Task, ...]] = (E2E(), SQL(), DialogSum(), Chat(), SpecBench(), Synthetic())
 """Every task, the most useful first."""
 
 
@@ -27,4 +29,17 @@ def get_task(name: str) -> Task:
     raise ConfigError(f"found task {name!r}; expected one of {', '.join(task.name for task in TASKS)}")
 
 
-__all__ = ["TASKS", "DialogSum", "E2E", "Example", "SQL", "Source", "Synthetic", "Task", "get_task"]
+__all__ = [
+    "TASKS",
+    "Chat",
+    "DialogSum",
+    "E2E",
+    "Example",
+    "Message",
+    "SQL",
+    "Source",
+    "SpecBench",
+    "Synthetic",
+    "Task",
+    "get_task",
+]

@@ -4,38 +4,65 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from forestream.errors import DataError
+
+Message = dict[str, str]
+"""A turn of a chat as chat templates take it: its "role" and its "content"."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One input with one wanted output, as plain text.
+    """One input with one wanted output.
 
-    Prompt and completion are tokenised on their own and then joined, so the prompt ends without white space
-    and the completion begins with a space. Neither holds a special token: the end of the text is added where
-    batches are made.
+    In the form "text", prompt and completion are tokenised on their own and then joined, so the prompt ends without
+    white space and the completion begins with a space. In the form "chat" the prompt is what a user says, the model's
+    own chat template puts it into place, and the completion, if there is one, begins right behind the template's
+    opening of the answer. Neither holds a special token: the end of the text is added where batches are made.
 
     Attributes:
         prompt: what the model is given.
-        completion: what it is trained to write.
-        references: every text that counts as right when its output is scored, without the leading space.
+        completion: what it is trained to write; may be empty in a chat, where the model's own answer is what is wanted.
+        references: every text that counts as right when its output is scored, without the leading space; none in a
+            chat that nothing is known to be the right answer to.
+        form: how the prompt is put to the model.
+        turns: of a chat, what the user says next, each after the model's answer to what was said before.
+        category: the part of its data set that an example belongs to, where there are parts.
     """
 
     prompt: str
     completion: str
     references: tuple[str, ...]
+    form: Literal["text", "chat"] = "text"
+    turns: tuple[str, ...] = ()
+    category: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt or self.prompt[-1].isspace():
             raise DataError(f"prompt {self.prompt[-40:]!r} is empty or ends with white space; strip it first")
+        if self.form == "chat":
+            if self.completion != self.completion.strip():
+                raise DataError(f"answer {self.completion[:40]!r} begins or ends with white space; strip it first")
+            return
         if not self.completion.strip() or self.completion[:1] != " ":
             raise DataError(f"completion {self.completion[:40]!r} is empty or does not begin with a space")
         if not self.references:
             raise DataError("an example has no reference; expected one or more texts")
+        if self.turns:
+            raise DataError(f"found {len(self.turns)} further turns in an example of the form 'text'; chats have turns")
+
+    @property
+    def asked(self) -> str | list[Message]:
+        """The prompt as `forestream.data.prompt_ids` and a `Generator` take it: a text, or the messages of a chat."""
+        return [user(self.prompt)] if self.form == "chat" else self.prompt
+
+
+def user(text: str) -> Message:
+    """What a user says, as chat templates take it."""
+    return {"role": "user", "content": text}
 
 
 @dataclass(frozen=True)
@@ -64,7 +91,7 @@ class Task(ABC):
 
     Attributes:
         name: how the task is called on the command line.
-        metric_names: the keys that `score` returns, the most important first.
+        metric_names: the keys that `score` returns, the most important first; none where texts cannot be scored.
         max_new_tokens: a limit that leaves almost every reference whole, in tokens of a vocabulary of about
             50,000.
         source: where rows come from; None where they are made up.
@@ -98,12 +125,8 @@ class Task(ABC):
         for example in self.examples(split, data_dir):
             groups.setdefault(example.prompt, []).append(example)
         return [
-            Example(
-                prompt,
-                rows[0].completion,
-                tuple(dict.fromkeys(text for row in rows for text in row.references)),
-            )
-            for prompt, rows in groups.items()
+            replace(rows[0], references=tuple(dict.fromkeys(text for row in rows for text in row.references)))
+            for rows in groups.values()
         ]
 
     @abstractmethod

@@ -15,23 +15,29 @@ _CONVERTED: Final = "refs/convert/parquet"
 
 
 def rows(
-    dataset_folder: str, hub_name: str, split: str, data_dir: Path | None, fields: Sequence[str] = ()
+    dataset_folder: str, hub_name: str | None, split: str, data_dir: Path | None, fields: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Return one dictionary for each row, in the order of the file.
 
     Args:
         dataset_folder: the data set's folder below `data_dir`, with one ``{split}.jsonl.gz`` for each split.
-        hub_name: the data set's name on the hub, asked when `data_dir` is None.
+        hub_name: the data set's name on the hub, asked when `data_dir` is None; None if the hub does not have it.
         split: the name of the split.
         data_dir: the folder that holds the data sets' folders, or None.
         fields: what every row must have as a string.
 
     Raises:
-        DataError: the file is missing or corrupt, the hub cannot be reached or has no such split, or a row
-            lacks one of `fields`.
+        DataError: the file is missing or corrupt, the hub cannot be reached or has no such data set or split, or a
+            row lacks one of `fields`.
     """
     numbered: Iterable[tuple[int, dict[str, Any]]]
+    if data_dir is None and hub_name is None:
+        raise DataError(
+            f"the data set {dataset_folder!r} is on no hub and is read from a folder only: give --data-dir DIR, where "
+            f"DIR/{dataset_folder}/{split}.jsonl.gz holds one JSON object a line, with the fields {', '.join(fields)}"
+        )
     if data_dir is None:
+        assert hub_name is not None
         where = f"split {split!r} of {hub_name}"
         numbered = enumerate(_from_hub(hub_name, dataset_folder, split), start=1)
     else:

@@ -27,6 +27,11 @@ class Tokens:
         return len(self.prompt) + len(self.completion)
 
 
+def nothing(pad: int) -> Tokens:
+    """An example without a completion, hence without targets: it fills up a batch and asks for nothing."""
+    return Tokens((pad, pad), ())
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[int, ...]:
     """Token ids of a prompt, with the begin-of-text token where the tokenizer has one. The one place that decides."""
     return tuple(tokenizer(prompt)["input_ids"])

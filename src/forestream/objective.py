@@ -117,24 +117,41 @@ def gather_rows(states: Float[Tensor, "B N D"], rows: Int[Tensor, "B R"]) -> Flo
     return torch.gather(states, 1, rows[:, :, None].expand(-1, -1, states.shape[2]))
 
 
-def joint_loss(model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig) -> JointLoss:
+def count_targets(batch: TargetBatch) -> Int[Tensor, " terms"]:
+    """How many targets the main stream has, then each of the streams 1..G."""
+    streams = (batch.stream_targets != IGNORED).sum((0, 2))
+    return torch.cat([(batch.targets != IGNORED).sum()[None], streams])
+
+
+def joint_loss(
+    model: StreamingLM,
+    output: PassOutput,
+    batch: TargetBatch,
+    config: LossConfig,
+    totals: Int[Tensor, " terms"] | None = None,
+) -> JointLoss:
     """Eq. 5 over one pass: each term is the mean over its own targets, then weighted.
 
     A term without any target counts as zero.
+
+    Args:
+        totals: where the pass is a part of an update, the targets of the whole update, as `count_targets` counts them.
+            Every term is then the part's share of the update's mean; the parts add up to the loss of one large pass.
     """
+    counted = (count_targets(batch) if totals is None else totals).clamp(min=1).tolist()
     states = [gather_rows(output.main, batch.rows).flatten(0, 1)]
     targets = [batch.targets.flatten()]
-    names, weights = ["main"], [config.main]
+    names, weights = ["main"], [config.main / counted[0]]
     for j in range(output.streams.shape[1]):
         states.append(output.streams[:, j].flatten(0, 1))
         targets.append(batch.stream_targets[:, j].flatten())
         names.append(f"stream_{j + 1}")
-        weights.append(config.stream)
+        weights.append(config.stream / counted[j + 1])
     if model.scorer is not None and config.scorer > 0:
         states.append(model.scorer(gather_rows(output.trunk, batch.rows).detach()).flatten(0, 1))
         targets.append(targets[0])
         names.append("scorer")
-        weights.append(config.scorer)
+        weights.append(config.scorer / counted[0])
     return _weighted(model, states, targets, names, weights, config.chunk)
 
 
@@ -151,10 +168,7 @@ def _weighted(
     rows = torch.cat([s[mask].to(states[0].dtype) for s, mask in zip(states, valid, strict=True)])
     wanted = torch.cat([t[mask] for t, mask in zip(targets, valid, strict=True)])
     scales = torch.cat(
-        [
-            torch.full((count,), weight / max(count, 1), device=rows.device)
-            for weight, count in zip(weights, counts, strict=True)
-        ]
+        [torch.full((count,), weight, device=rows.device) for weight, count in zip(weights, counts, strict=True)]
     )
     total, losses, hits = _ChunkedCrossEntropy.apply(rows, wanted, scales, model.logits, chunk)
     terms = {

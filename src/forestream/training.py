@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,13 +17,18 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from forestream import checkpoint
+from forestream import checkpoint, processes
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
-from forestream.data import Collator, TokenDataset, Tokens, grouped_order
+from forestream.data import Collator, TokenDataset, Tokens, grouped_order, nothing
 from forestream.errors import CheckpointError, DataError
 from forestream.model import StreamingLM
-from forestream.objective import JointLoss, LossConfig, TargetBatch, joint_loss
+from forestream.objective import JointLoss, LossConfig, TargetBatch, count_targets, joint_loss
 from forestream.packing import Pack
+
+UNFINISHED = "unfinished"
+"""Where checkpoints are put together, inside the folder of a run."""
+KEPT = 2
+"""How many checkpoints stay."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class TrainConfig(JsonConfig):
         max_length: longer examples are left out, and counted in the report.
         save_every: updates between checkpoints that a run can be resumed from.
         log_every: updates between lines of the log.
+        layout: of the weights where several processes train: "copies" in all of them, or "shards", a part in each.
     """
 
     epochs: int = 1
@@ -51,6 +59,7 @@ class TrainConfig(JsonConfig):
     seed: int = 0
     save_every: int = 100
     log_every: int = 10
+    layout: str = "copies"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
@@ -59,6 +68,7 @@ class TrainConfig(JsonConfig):
         whole("warmup", self.warmup, 0)
         in_range("share", self.share, 0.0, 1.0)
         one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("layout", self.layout, ("copies", "shards"))
 
 
 def training_model(base: Any, config: StreamConfig) -> StreamingLM:
@@ -72,31 +82,60 @@ def training_model(base: Any, config: StreamConfig) -> StreamingLM:
     return model
 
 
-class StreamTrainer(Trainer):
-    """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only."""
+class Objective(nn.Module):
+    """A model and its loss as one module: what ties processes together wraps it, and has to see all that is trained."""
 
-    def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.loss_config = loss_config
-        # The loss is a mean over each forward pass, so accumulated passes have to be averaged by the Trainer.
-        self.model_accepts_loss_kwargs = False
+    def __init__(self, model: StreamingLM, config: LossConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_config = config
+
+    def forward(self, inputs: dict[str, Tensor], totals: Tensor | None) -> JointLoss:
+        batch = TargetBatch(**inputs)
+        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), self.model.stream_config.streams)
+        return joint_loss(self.model, self.model(batch.ids, pack), batch, self.loss_config, totals)
+
+
+class StreamTrainer(Trainer):
+    """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only.
+
+    The loss of an update is the same however its examples are spread over processes and accumulated passes: means are
+    taken over the targets of the whole update.
+    """
+
+    def __init__(self, *args: Any, model: StreamingLM, loss_config: LossConfig, layout: str, **kwargs: Any) -> None:
+        super().__init__(*args, model=Objective(model, loss_config), **kwargs)
+        self.streaming = model
+        self.sharded = layout == "shards"
+        # The loss comes scaled for accumulation: nothing is left for the Trainer to average.
+        self.model_accepts_loss_kwargs = True
+        if self.sharded:
+            # The Trainer's word for a model that needs no wrapping to add up gradients.
+            self.is_distributed_loading_by_transformers = True
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    # --- the loss of an update -----------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """The parts of one update that fall to this process, and all processes' targets in it, by term."""
+        parts, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        own = torch.stack([count_targets(TargetBatch(**part)) for part in parts]).sum(0)
+        return parts, self.accelerator.reduce(own.to(device), "sum")
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        own = self.accelerator.unwrap_model(model)
-        assert isinstance(own, StreamingLM)
-        batch = TargetBatch(**inputs)
-        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), own.stream_config.streams)
-        output = model(batch.ids, pack)
-        loss = joint_loss(own, output, batch, self.loss_config)
+        loss: JointLoss = model(inputs, num_items_in_batch)
         self._count(loss)
-        return (loss.total, output) if return_outputs else loss.total
+        # Gradients are averaged over the processes, whose shares have to be added up.
+        total = loss.total * self.accelerator.num_processes
+        return (total, loss) if return_outputs else total
 
     def _count(self, loss: JointLoss) -> None:
         for name, term in loss.terms.items():
@@ -104,37 +143,80 @@ class StreamTrainer(Trainer):
             sums[0], sums[1], sums[2] = sums[0] + term.loss, sums[1] + term.hits, sums[2] + term.count
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds mean loss and accuracy of every term since the last line."""
-        for name, (loss, hits, count) in self._sums.items():
-            if count:
-                logs[f"{name}_loss"] = round(loss / count, 4)
-                logs[f"{name}_accuracy"] = round(hits / count, 4)
+        """Adds mean loss and accuracy of every term since the last line, over all processes."""
+        if self._sums:
+            own = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=self.args.device)
+            for name, (loss, hits, count) in zip(
+                self._sums, self.accelerator.reduce(own, "sum").tolist(), strict=True
+            ):
+                if count:
+                    logs[f"{name}_loss"] = round(loss / count, 4)
+                    logs[f"{name}_accuracy"] = round(hits / count, 4)
         self._sums.clear()
         super().log(logs, start_time)
 
+    # --- weights in shards -----------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if not self.sharded or self.optimizer is not None:
+            return super().create_optimizer(model)
+        processes.shard(self.model, self.streaming.port.layers)
+        optimizer = super().create_optimizer(model)
+        processes.keep_whole(optimizer)
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.sharded and not self.args.should_save:
+            self.optimizer.state_dict()  # gathering it takes every process
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer puts checkpoints together."""
+        return str(Path(self.args.output_dir) / UNFINISHED)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Put together aside and moved into place: a run may be killed at any moment."""
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process writes its random state
+        if self.args.should_save:
+            folder = Path(self.args.output_dir)
+            name = f"checkpoint-{self.state.global_step}"
+            (folder / UNFINISHED / name).replace(folder / name)
+            for _, old in sorted(_checkpoints(folder).items())[:-KEPT]:
+                shutil.rmtree(old)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        model = self.accelerator.unwrap_model(self.model)
-        assert isinstance(model, StreamingLM)
-        checkpoint.write_weights(model, folder)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_weights(self.streaming, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        own = self.accelerator.unwrap_model(model or self.model)
-        assert isinstance(own, StreamingLM)
-        checkpoint.read_weights(own, Path(resume_from_checkpoint))
+        checkpoint.read_weights(self.streaming, Path(resume_from_checkpoint))
 
 
 class _LogFile(TrainerCallback):
-    """Appends every log line to a JSON Lines file."""
+    """Appends every log line to a JSON Lines file, with the seconds that training took, earlier starts included."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.start = time.monotonic()
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.start, 1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lines = self.path.read_text().splitlines()
+        before = json.loads(lines[-1]).get("seconds", 0.0) if lines else 0.0
+        self.start = time.monotonic() - before
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            line = {"step": state.global_step, "seconds": self.seconds(), **(logs or {})}
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+                file.write(json.dumps(line) + "\n")
 
 
 def fit(
@@ -148,45 +230,61 @@ def fit(
 ) -> dict[str, Any]:
     """Train `model` in place; checkpoints and log go to `folder`.
 
-    With `resume`, the last complete checkpoint in `folder` is continued, as if it had never been interrupted.
+    With `resume`, the last checkpoint in `folder` is continued, as if it had never been interrupted. Processes that a
+    launcher started together all call this, with equal arguments and a `folder` that all of them see; an update then
+    has `batch_size` times `accumulate` examples of every process.
 
     Returns:
-        A JSON-ready report: settings, examples used, updates, seconds since the last start, and the last log line.
+        A JSON-ready report: settings, processes, examples used, updates, seconds of all starts, and the last log line.
 
     Raises:
         DataError: no example is short enough.
         CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
+        ConfigError: a launcher announced other processes than there are, or weights are to be sharded in a single one.
     """
     usable = [e for e in examples if len(e) <= config.max_length]
     if not usable:
         raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
     set_seed(config.seed)
-    order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
+    arguments = _arguments(folder, config, model.device.type == "cpu")
+    processes.check_number(arguments.world_size)
+    log = _LogFile(folder / "log.jsonl")
     trainer = StreamTrainer(
         model=model,
-        args=_arguments(folder, config, model.device.type == "cpu"),
-        train_dataset=TokenDataset(usable, order),
+        args=arguments,
+        train_dataset=_dataset(usable, pad, config, arguments.world_size),
         data_collator=Collator(model.stream_config.streams, pad, config.share, config.seed),
         loss_config=loss_config,
-        callbacks=[_LogFile(folder / "log.jsonl")],
+        layout=config.layout,
+        callbacks=[log],
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    last = _begin(folder, _identity(model, usable, config, loss_config), resume)
-    outcome = trainer.train(resume_from_checkpoint=last)
+    last = _begin(folder, _identity(model, usable, config, loss_config, arguments.world_size), resume, trainer)
+    trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
         "training": asdict(config),
         "loss": asdict(loss_config),
+        "processes": arguments.world_size,
         "examples": len(usable),
         "left_out_as_too_long": len(examples) - len(usable),
         "updates": trainer.state.global_step,
-        "seconds": round(float(outcome.metrics["train_runtime"]), 1),
+        "seconds": log.seconds(),
         "last_log": terms[-1] if terms else {},
     }
 
 
+def _dataset(examples: Sequence[Tokens], pad: int, config: TrainConfig, world: int) -> TokenDataset:
+    """Examples in an order that depends on how large an update is, not on its spread; all processes get as many."""
+    order = grouped_order(
+        [len(e) for e in examples], config.batch_size * config.accumulate * world, config.epochs, config.seed
+    )
+    if world > 1:
+        order += [len(examples)] * (-len(order) % (config.batch_size * world))
+    return TokenDataset([*examples, nothing(pad)], order)
+
+
 def _identity(
-    model: StreamingLM, examples: Sequence[Tokens], config: TrainConfig, loss_config: LossConfig
+    model: StreamingLM, examples: Sequence[Tokens], config: TrainConfig, loss_config: LossConfig, world: int
 ) -> dict[str, Any]:
     """What must not change when a run is resumed."""
     digest = sha256(json.dumps([(e.prompt, e.completion) for e in examples]).encode()).hexdigest()
@@ -195,18 +293,15 @@ def _identity(
         "training": training,
         "loss": asdict(loss_config),
         "streams": asdict(model.stream_config),
+        "processes": world,
         "examples": digest,
     }
 
 
-def _begin(folder: Path, identity: dict[str, Any], resume: bool) -> str | None:
-    """Note what the run is; return the checkpoint to go on from, the last one that was written to its end."""
+def _begin(folder: Path, identity: dict[str, Any], resume: bool, trainer: StreamTrainer) -> str | None:
+    """Note what the run is; return the last checkpoint, which is the one to go on from."""
     note, log = folder / "run.json", folder / "log.jsonl"
-    complete = {
-        int(path.name.rsplit("-", 1)[1]): path
-        for path in folder.glob("checkpoint-*")
-        if (path / "trainer_state.json").is_file()
-    }
+    complete = _checkpoints(folder)
     if complete and not resume:
         raise CheckpointError(f"{folder} holds an earlier run; continue it (--resume) or remove the folder")
     if complete and note.is_file() and (earlier := json.loads(note.read_text())) != identity:
@@ -215,12 +310,32 @@ def _begin(folder: Path, identity: dict[str, Any], resume: bool) -> str | None:
             f"the run in {folder} was started with another setting of {', '.join(changed)}; resume it with the same "
             "ones, or train into another folder"
         )
-    note.write_text(json.dumps(identity, indent=1) + "\n")
     step = max(complete, default=0)
-    # The log's lines behind the checkpoint are about to be written again.
-    lines = log.read_text().splitlines() if log.is_file() else []
-    log.write_text("".join(f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step))
+    trainer.accelerator.wait_for_everyone()  # everybody has read what is changed now
+    if trainer.args.should_save:
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        _write(note, json.dumps(identity, indent=1) + "\n")
+        # The log's lines behind the checkpoint are about to be written again.
+        lines = log.read_text().splitlines() if log.is_file() else []
+        _write(log, "".join(f"{x}\n" for x in lines if x.endswith("}") and json.loads(x)["step"] <= step))
+    trainer.accelerator.wait_for_everyone()
     return str(complete[step]) if step else None
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Checkpoints by the updates that were made before them."""
+    return {
+        int(path.name.rsplit("-", 1)[1]): path
+        for path in folder.glob("checkpoint-*")
+        if (path / "trainer_state.json").is_file()
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file in one go: whoever reads it finds the earlier text or this one."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:
@@ -238,7 +353,6 @@ def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArgument
         use_cpu=cpu,
         logging_steps=config.log_every,
         save_steps=config.save_every,
-        save_total_limit=2,
         save_strategy="steps",
         remove_unused_columns=False,
         seed=config.seed,

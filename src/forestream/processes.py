@@ -19,8 +19,12 @@ from forestream.errors import ConfigError
 
 
 def join(device: str) -> None:
-    """Join the processes that a launcher started together, each with a GPU of its own unless `device` is the CPU."""
-    PartialState(cpu=device == "cpu")
+    """Join the processes that a launcher started together, each with a GPU of its own unless `device` is the CPU.
+
+    Raises:
+        ConfigError: the launcher announced another number of processes than there are.
+    """
+    check_number(PartialState(cpu=device == "cpu").num_processes)
 
 
 def leave() -> None:
@@ -38,13 +42,15 @@ def check_number(found: int) -> None:
     """See to it that the processes a launcher announced are the ones that train together.
 
     Raises:
-        ConfigError: the launcher (by WORLD_SIZE) announced another number than `found`.
+        ConfigError: the launcher announced another number than `found`.
     """
-    told = int(os.environ.get("WORLD_SIZE", "1"))
-    if told != found:
+    told = os.environ.get("WORLD_SIZE", "1")
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= set(os.environ) and "WORLD_SIZE" not in os.environ:
+        told = "several"  # asked for several processes on the CPU, accelerate launch names a port and starts one
+    if told != str(found):
         raise ConfigError(
-            f"the launcher announced {told} processes (WORLD_SIZE), but this run has {found}; start it with torchrun, "
-            "as docs/cluster.md shows, and unset WORLD_SIZE for a run of one process"
+            f"the launcher announced {told} processes, but {found} would train; start several with torchrun, as "
+            "docs/cluster.md shows, and a single one without WORLD_SIZE and MASTER_ADDR in the environment"
         )
 
 

@@ -145,15 +145,19 @@ class StreamTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds mean loss and accuracy of every term since the last line, over all processes."""
         if self._sums:
-            own = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=self.args.device)
-            for name, (loss, hits, count) in zip(
-                self._sums, self.accelerator.reduce(own, "sum").tolist(), strict=True
-            ):
+            sums = self._over_processes(list(self._sums.values()), "sum")
+            for name, (loss, hits, count) in zip(self._sums, sums.tolist(), strict=True):
                 if count:
                     logs[f"{name}_loss"] = round(loss / count, 4)
                     logs[f"{name}_accuracy"] = round(hits / count, 4)
         self._sums.clear()
+        if "train_loss" in logs:  # what the last lines left over is this process's own
+            logs["train_loss"] = float(self._over_processes(logs["train_loss"], "mean"))
         super().log(logs, start_time)
+
+    def _over_processes(self, values: Any, how: str) -> Tensor:
+        reduced: Tensor = self.accelerator.reduce(torch.tensor(values, device=self.args.device), how)
+        return reduced
 
     # --- weights in shards -----------------------------------------------------------------------------------
 

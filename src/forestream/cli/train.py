@@ -20,6 +20,11 @@ class Mode(StrEnum):
     lossless = "lossless"
 
 
+class Layout(StrEnum):
+    copies = "copies"
+    shards = "shards"
+
+
 def train(
     task: Annotated[str, typer.Option(help="What to learn: e2e, sql, dialogsum or synthetic.")],
     output: Annotated[Path, typer.Option(help="Adapter folder to write.")],
@@ -38,7 +43,7 @@ def train(
     stream_layers: Annotated[
         int | None, typer.Option(min=1, help="N_s, top layers that carry streams; half of them by default.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass of one process.")] = 12,
     accumulate: Annotated[int, typer.Option(min=1, help="Forward passes per update.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     stream_weight: Annotated[float, typer.Option(help="alpha_j of the joint loss, the same for all streams.")] = 0.1,
@@ -49,18 +54,22 @@ def train(
     ] = options.DType.bfloat16,
     seed: Annotated[int, typer.Option(help="Of the example order and the fresh weights.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
+    layout: Annotated[
+        Layout, typer.Option(help="With several processes (torchrun): weights copied to each, or sharded among them.")
+    ] = Layout.copies,
     resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
 ) -> None:
     """Train an adapter that does a task and drafts its own next tokens.
 
     Checkpoints and the log go to OUTPUT.run beside the adapter folder; a run that was interrupted is continued with
-    --resume and gives what it would have given uninterrupted.
+    --resume and gives what it would have given uninterrupted. Under torchrun, several processes train one adapter
+    (docs/cluster.md).
 
     Example: forestream train --task e2e --data-dir data --output adapters/e2e --examples 4800
     """
     import torch
 
-    from forestream import checkpoint, provenance
+    from forestream import checkpoint, processes, provenance
     from forestream.bases import fingerprint, load_base
     from forestream.config import StreamConfig
     from forestream.data import tokenize
@@ -69,9 +78,18 @@ def train(
     from forestream.training import TrainConfig, fit, training_model
 
     config = TrainConfig(
-        epochs, batch_size, accumulate, learning_rate, share=share, dtype=dtype.value, seed=seed, save_every=save_every
+        epochs,
+        batch_size,
+        accumulate,
+        learning_rate,
+        share=share,
+        dtype=dtype.value,
+        seed=seed,
+        save_every=save_every,
+        layout=layout.value,
     )
     loss = LossConfig(stream=stream_weight)
+    processes.join(device)
     made = provenance.collect()  # of the code that trains: the working copy may change meanwhile
     checkpoint.check_output(output)
     chosen = get_task(task)
@@ -84,7 +102,7 @@ def train(
     torch.manual_seed(seed)
     model = training_model(host, StreamConfig(streams=streams, stream_layers=layers, mode=mode.value))
     used = [tokenize(tokenizer, row) for row in rows[:examples]]
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     _announce(console, model, config, loss, len(used))
     run = output.parent / f"{output.name}.run"
     report = fit(model, used, tokenizer.eos_token_id, run, config, loss, resume)
@@ -92,6 +110,7 @@ def train(
     checkpoint.save(model, output, origin, record)
     console.print(f"[green]wrote[/] {output}")
     console.print_json(json.dumps(report["last_log"]))
+    processes.leave()
 
 
 def _announce(console: Console, model: Any, config: Any, loss: Any, examples: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Shard the weights of `model` among all processes (FSDP2), in place; frozen ones too.
 
     Each of `layers` is gathered when it runs, what is outside of them for as long as `model` runs: whatever needs
-    weights has to happen in its forward. What is trained starts as it is in the first process; frozen weights have to
-    be equal in all of them.
+    weights has to happen in its forward, and gradients have to reach the same layers in every process. What is trained
+    starts as it is in the first process; frozen weights have to be equal in all of them.
 
     Raises:
         ConfigError: there are no other processes.
@@ -72,9 +73,17 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
+
+
+@contextmanager
+def deferred(model: nn.Module) -> Iterator[None]:
+    """Backward passes in this context add up gradients of a sharded model in every process, without exchanging them."""
     assert isinstance(model, FSDPModule)
-    # A weight without a gradient here may have one in another process, and all have to add up the same ones.
-    model.set_reduce_scatter_unused_params(True)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def whole(tensor: Tensor) -> Tensor:

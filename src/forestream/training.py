@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -169,6 +170,9 @@ class StreamTrainer(Trainer):
         processes.keep_whole(optimizer)
         return optimizer
 
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        return processes.deferred(self.model)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded and not self.args.should_save:
             self.optimizer.state_dict()  # gathering it takes every process
@@ -250,7 +254,7 @@ def fit(
     if not usable:
         raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
     set_seed(config.seed)
-    arguments = _arguments(folder, config, model.device.type == "cpu")
+    arguments = _arguments(folder, config, loss_config, model.device.type == "cpu")
     processes.check_number(arguments.world_size)
     log = _LogFile(folder / "log.jsonl")
     trainer = StreamTrainer(
@@ -342,7 +346,7 @@ def _write(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:
+def _arguments(folder: Path, config: TrainConfig, loss_config: LossConfig, cpu: bool) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,  # every epoch is in the dataset's order already
@@ -361,5 +365,6 @@ def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArgument
         remove_unused_columns=False,
         seed=config.seed,
         report_to=[],
+        ddp_find_unused_parameters=loss_config.scorer == 0,  # the scorer is all that may be unused
         dataloader_pin_memory=not cpu and torch.cuda.is_available(),
     )

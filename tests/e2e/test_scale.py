@@ -107,6 +107,17 @@ def test_an_update_has_the_same_examples_however_they_are_spread(spread: Path, a
     assert parts[1][-1] == []  # a batch that asks for nothing
 
 
+def test_schedules_count_updates(spread: Path, alone: Path) -> None:
+    """Rates fall, checkpoints are written and lines are logged by updates, whatever passes an update has."""
+    for run_of in (alone / "whole", alone / "accumulated", spread / "copies", spread / "accumulated"):
+        found = lines(run_of)
+        assert [line["step"] for line in found] == list(range(1, UPDATES + 1))
+        assert [line["learning_rate"] for line in found] == pytest.approx(
+            [1e-3 * (1 - u / UPDATES) for u in range(UPDATES)]
+        )
+        assert sorted(path.name for path in run_of.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+
+
 def test_every_process_holds_a_part_of_the_frozen_weights(spread: Path) -> None:
     parts = [json.loads((spread / f"frozen-{index}.json").read_text()) for index in range(2)]
     whole = sum(p.numel() for p in subject(mode="lossless").parameters() if not p.requires_grad)

@@ -192,8 +192,7 @@ class StreamTrainer(Trainer):
             folder = Path(self.args.output_dir)
             name = f"checkpoint-{self.state.global_step}"
             (folder / UNFINISHED / name).replace(folder / name)
-            for _, old in sorted(_checkpoints(folder).items())[:-KEPT]:
-                shutil.rmtree(old)
+            _tidy(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -322,6 +321,7 @@ def _begin(folder: Path, identity: dict[str, Any], resume: bool, trainer: Stream
     trainer.accelerator.wait_for_everyone()  # everybody has read what is changed now
     if trainer.args.should_save:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        _tidy(folder)
         _write(note, json.dumps(identity, indent=1) + "\n")
         # The log's lines behind the checkpoint are about to be written again.
         lines = log.read_text().splitlines() if log.is_file() else []
@@ -337,6 +337,14 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
         for path in folder.glob("checkpoint-*")
         if (path / "trainer_state.json").is_file()
     }
+
+
+def _tidy(folder: Path) -> None:
+    """Remove all but the last checkpoints, and what is left of those that a killed run was removing."""
+    kept = [path for _, path in sorted(_checkpoints(folder).items())[-KEPT:]]
+    for path in folder.glob("checkpoint-*"):
+        if path not in kept:
+            shutil.rmtree(path)
 
 
 def _write(path: Path, text: str) -> None:

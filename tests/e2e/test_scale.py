@@ -138,9 +138,6 @@ def test_every_process_reports_the_same(spread: Path) -> None:
     assert one["processes"] == 2
     assert one["updates"] == UPDATES
     assert one["last_log"] == other["last_log"]
-    assert one["last_log"]["train_loss"] == pytest.approx(
-        sum(line["loss"] for line in lines(spread / "copies")) / UPDATES, rel=1e-5
-    )
 
 
 def test_all_processes_refuse_a_folder_with_an_earlier_run(spread: Path) -> None:
@@ -180,6 +177,10 @@ def test_the_command_writes_the_same_adapter_from_two_processes(command: tuple[P
     assert done.stdout.count("wrote") == 1
     record = json.loads((adapters / way / checkpoint.PROVENANCE).read_text())
     assert record["processes"] == 2
+    # Five updates, and no line of the log before the last one: what it says is gathered at the very end.
+    lone = json.loads((adapters / "alone" / checkpoint.PROVENANCE).read_text())
+    for name in ("train_loss", "main_loss", "stream_1_loss"):
+        assert record["last_log"][name] == pytest.approx(lone["last_log"][name], rel=1e-4)
     ids = torch.arange(3, 23)[None]
     pack = Pack.text(20, torch.arange(20)[None], 4)
     states: list[tuple[Tensor, Tensor]] = []

@@ -34,6 +34,7 @@ from forestream.config import JsonConfig, Quantise, StreamConfig
 from forestream.data import template_print
 from forestream.errors import CheckpointError, PrecisionWarning
 from forestream.model import StreamingLM
+from forestream.processes import is_first, whole
 from forestream.quantised import quantise as quantise_model
 
 FORMAT = 1
@@ -115,15 +116,20 @@ def lora_tensors(host: PeftModel) -> dict[str, Tensor]:
 
 
 def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write LoRA, streams and scorer into an existing folder, in `dtype` or as they are."""
+    """Write LoRA, streams and scorer into an existing folder, in `dtype` or as they are.
+
+    Where several processes train, all have to call this, since weights may be sharded; the first one writes.
+    """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
 
     def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
+        return {name: whole(t.detach()).to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
 
-    save_file(stored(lora_tensors(model.host)), folder / LORA, {"format": "pt"})
-    save_file(stored(own_tensors(model)), folder / STREAMS, {"format": "pt"})
+    lora, own = stored(lora_tensors(model.host)), stored(own_tensors(model))
+    if is_first():
+        save_file(lora, folder / LORA, {"format": "pt"})
+        save_file(own, folder / STREAMS, {"format": "pt"})
 
 
 def read_weights(model: StreamingLM, folder: Path) -> None:
@@ -205,11 +211,16 @@ def save(
 ) -> None:
     """Write a whole adapter folder, or nothing: it is put together aside and moved into place.
 
+    Where several processes train, all have to call this, as with `write_weights`; the first one writes.
+
     Raises:
         CheckpointError: the adapter was merged already, or `folder` exists and is no adapter folder.
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
+    if not is_first():
+        write_weights(model, folder)  # a sharded weight is gathered with every process's help
+        return
     with written(folder) as aside:
         write_weights(model, aside, dtype)
         lora = copy.deepcopy(model.host.peft_config["default"])

@@ -36,6 +36,11 @@ class Tokens:
         return len(self.prompt) + len(self.completion)
 
 
+def nothing(pad: int) -> Tokens:
+    """An example without a completion, hence without targets: it fills up a batch and asks for nothing."""
+    return Tokens((pad, pad), ())
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message]) -> tuple[int, ...]:
     """Token ids of a prompt. The one place that decides.
 
@@ -162,16 +167,19 @@ class Collator:
         rows = [range(self._first(e), len(e) - 1) for e in examples]
         carriers = [self._carriers(e) for e in examples]
         texts = [(*e.prompt, *e.completion) for e in examples]
+        # A carrier at least, even if it asks for nothing: gradients reach the same weights in every process.
+        least = 1 if self.streams else 0
         return TargetBatch(
             ids=_padded(inputs, self.pad),
             rows=_padded(rows, 0),
             targets=_padded([text[self._first(e) + 1 :] for e, text in zip(examples, texts, strict=True)], IGNORED),
-            carriers=_padded(carriers, 0),
+            carriers=_padded(carriers, 0, least),
             stream_targets=torch.stack(
                 [
                     _padded(
                         [[_at(text, t + 1 + j) for t in own] for text, own in zip(texts, carriers, strict=True)],
                         IGNORED,
+                        least,
                     )
                     for j in range(1, self.streams + 1)
                 ],
@@ -198,6 +206,6 @@ def _at(text: Sequence[int], place: int) -> int:
     return text[place] if place < len(text) else IGNORED
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    width = max(map(len, rows))
+def _padded(rows: Sequence[Sequence[int]], fill: int, least: int = 0) -> Tensor:
+    width = max(least, *map(len, rows))
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.long)

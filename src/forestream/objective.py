@@ -181,29 +181,45 @@ class _Rows:
 
     @staticmethod
     def of(weight: float, states: Tensor, targets: Tensor, teachers: Tensor | None = None) -> _Rows:
-        """The rows of a term that have a target; the term is the mean over them, times its weight."""
+        """The rows of a term that have a target, each of which counts with `weight` in the total."""
         targets = targets.flatten()
         valid = targets != IGNORED
-        count = int(valid.sum())
         teachers = torch.full_like(targets, -1) if teachers is None else teachers.flatten()
-        scales = torch.full((count,), weight / max(count, 1), device=states.device)
+        scales = torch.full((int(valid.sum()),), weight, device=states.device)
         return _Rows(states.flatten(0, 1)[valid], targets[valid], teachers[valid], scales)
 
 
-def joint_loss(model: StreamingLM, output: PassOutput, batch: TargetBatch, config: LossConfig) -> JointLoss:
+def count_targets(batch: TargetBatch) -> Int[Tensor, " terms"]:
+    """How many targets the main stream has, then each of the streams 1..G."""
+    streams = (batch.stream_targets != IGNORED).sum((0, 2))
+    return torch.cat([(batch.targets != IGNORED).sum()[None], streams])
+
+
+def joint_loss(
+    model: StreamingLM,
+    output: PassOutput,
+    batch: TargetBatch,
+    config: LossConfig,
+    totals: Int[Tensor, " terms"] | None = None,
+) -> JointLoss:
     """Eq. 5 over one pass: each term is the mean over its own targets, then weighted.
 
     A term without any target counts as zero. Soft targets stand where hard ones do.
+
+    Args:
+        totals: where the pass is a part of an update, the targets of the whole update, as `count_targets` counts them.
+            Every term is then the part's share of the update's mean; the parts add up to the loss of one large pass.
     """
+    counted = (count_targets(batch) if totals is None else totals).clamp(min=1).tolist()
     weights = config.weights(output.streams.shape[1], model.scorer is not None)
-    parts = {"main": _Rows.of(weights["main"], gather_rows(output.main, batch.rows), batch.targets)}
+    parts = {"main": _Rows.of(weights["main"] / counted[0], gather_rows(output.main, batch.rows), batch.targets)}
     for j in range(output.streams.shape[1]):
         teachers = _teachers(batch, output.main.shape[1], j + 1) if config.softness else None
         name, own = f"stream_{j + 1}", (output.streams[:, j], batch.stream_targets[:, j])
-        parts[name] = _Rows.of(weights[name], *own, teachers)
+        parts[name] = _Rows.of(weights[name] / counted[j + 1], *own, teachers)
     if model.scorer is not None and "scorer" in weights:
         scored = model.scorer(gather_rows(output.trunk, batch.rows).detach())
-        parts["scorer"] = _Rows.of(weights["scorer"], scored, batch.targets)
+        parts["scorer"] = _Rows.of(weights["scorer"] / counted[0], scored, batch.targets)
     states = torch.cat([part.states.to(output.main.dtype) for part in parts.values()])
     targets, teachers, scales = (
         torch.cat([getattr(part, name) for part in parts.values()]) for name in ("targets", "teachers", "scales")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,18 +16,19 @@ from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
-from forestream import checkpoint
+from forestream import checkpoint, processes, runs
 from forestream.cache import PassCache, StreamCache
 from forestream.compiled import EagerLayers
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
-from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order
-from forestream.errors import CheckpointError, ConfigError, DataError
+from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order, nothing
+from forestream.errors import ConfigError, DataError
 from forestream.model import StreamingLM
-from forestream.objective import JointLoss, LossConfig, TargetBatch, joint_loss
+from forestream.objective import JointLoss, LossConfig, TargetBatch, count_targets, joint_loss
 from forestream.packing import Pack
 from forestream.ports import LayerInputs
+from forestream.runs import LogFile
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class TrainConfig(JsonConfig):
         log_every: updates between lines of the log.
         checkpointing: keep a layer's input only and compute the layer again for its gradients: less memory, a third
             more time. The gradients are the same.
+        layout: of the weights where several processes train: "copies" in all of them, or "shards", a part in each.
     """
 
     epochs: int = 1
@@ -68,6 +71,7 @@ class TrainConfig(JsonConfig):
     weight_decay: float = 0.0
     targets: Targets = "completion"
     checkpointing: bool = False
+    layout: str = "copies"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
@@ -83,6 +87,7 @@ class TrainConfig(JsonConfig):
             raise ConfigError(f"checkpointing is {self.checkpointing!r}; expected true or false")
         in_range("share", self.share, 0.0, 1.0)
         one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("layout", self.layout, ("copies", "shards"))
 
 
 def training_model(base: Any, config: StreamConfig) -> StreamingLM:
@@ -115,47 +120,64 @@ class RecomputedLayers(EagerLayers):
         return states
 
 
-class StreamTrainer(Trainer):
-    """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only."""
+class Objective(nn.Module):
+    """A model and its loss as one module: what ties processes together wraps it, and has to see all that is trained."""
 
-    def __init__(self, *args: Any, loss_config: LossConfig, stream_rate: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: StreamingLM, config: LossConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_config = config
+
+    def forward(self, inputs: dict[str, Tensor], totals: Tensor | None) -> JointLoss:
+        batch = TargetBatch(**inputs)
+        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), self.model.stream_config.streams)
+        return joint_loss(self.model, self.model(batch.ids, pack), batch, self.loss_config, totals)
+
+
+class StreamTrainer(Trainer):
+    """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only.
+
+    The loss of an update is the same however its examples are spread over processes and accumulated passes: means are
+    taken over the targets of the whole update.
+    """
+
+    def __init__(
+        self, *args: Any, model: StreamingLM, loss_config: LossConfig, config: TrainConfig, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, model=Objective(model, loss_config), **kwargs)
+        self.streaming = model
         self.loss_config = loss_config
-        self.stream_rate = stream_rate
-        # The loss is a mean over each forward pass, so accumulated passes have to be averaged by the Trainer.
-        self.model_accepts_loss_kwargs = False
+        self.sharded = config.layout == "shards"
+        self.stream_rate = config.stream_rate
+        # The loss comes scaled for accumulation: nothing is left for the Trainer to average.
+        self.model_accepts_loss_kwargs = True
+        if self.sharded:
+            # The Trainer's word for a model that needs no wrapping to add up gradients.
+            self.is_distributed_loading_by_transformers = True
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own, with the streams' start in a group with a rate of its own and without weight decay."""
-        made = self.optimizer is not None
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        own = self.accelerator.unwrap_model(model or self.model)
-        assert isinstance(own, StreamingLM)
-        start = list(own.start.parameters()) if own.start is not None else []
-        if start and not made:
-            apart = {id(parameter) for parameter in start}
-            for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in apart]
-            rate = self.stream_rate * self.args.learning_rate
-            optimizer.add_param_group({"params": start, "lr": rate, "weight_decay": 0.0})
-        return optimizer
+    # --- the loss of an update -----------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """The parts of one update that fall to this process, and all processes' targets in it, by term."""
+        parts, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        own = torch.stack([count_targets(TargetBatch(**part)) for part in parts]).sum(0)
+        return parts, self.accelerator.reduce(own.to(device), "sum")
 
     def compute_loss(
         self,
         model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        own = self.accelerator.unwrap_model(model)
-        assert isinstance(own, StreamingLM)
-        batch = TargetBatch(**inputs)
-        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), own.stream_config.streams)
-        output = model(batch.ids, pack)
-        loss = joint_loss(own, output, batch, self.loss_config)
+        loss: JointLoss = model(inputs, num_items_in_batch)
         self._count(loss)
-        return (loss.total, output) if return_outputs else loss.total
+        # Gradients are averaged over the processes, whose shares have to be added up.
+        total = loss.total * self.accelerator.num_processes
+        return (total, loss) if return_outputs else total
 
     def _count(self, loss: JointLoss) -> None:
         for name, term in loss.terms.items():
@@ -164,52 +186,98 @@ class StreamTrainer(Trainer):
             sums[3] += term.soft or 0.0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds mean loss and accuracy of every term since the last line, and the streams' soft loss if there is one."""
-        for name, (loss, hits, count, soft) in self._sums.items():
-            if count:
-                logs[f"{name}_loss"] = round(loss / count, 4)
-                logs[f"{name}_accuracy"] = round(hits / count, 4)
-                if self.loss_config.softness and name.startswith("stream_"):
-                    logs[f"{name}_soft_loss"] = round(soft / count, 4)
+        """Adds mean loss and accuracy of every term since the last line, over all processes; soft losses, too."""
+        if self._sums:
+            sums = self._over_processes(list(self._sums.values()), "sum")
+            for name, (loss, hits, count, soft) in zip(self._sums, sums.tolist(), strict=True):
+                if count:
+                    logs[f"{name}_loss"] = round(loss / count, 4)
+                    logs[f"{name}_accuracy"] = round(hits / count, 4)
+                    if self.loss_config.softness and name.startswith("stream_"):
+                        logs[f"{name}_soft_loss"] = round(soft / count, 4)
         self._sums.clear()
+        if "train_loss" in logs:  # what the last lines left over is this process's own
+            logs["train_loss"] = float(self._over_processes(logs["train_loss"], "mean"))
         super().log(logs, start_time)
+
+    def _over_processes(self, values: Any, how: str) -> Tensor:
+        reduced: Tensor = self.accelerator.reduce(torch.tensor(values, device=self.args.device), how)
+        return reduced
+
+    # --- the optimizer, and weights in shards ----------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own, with the streams' start in a group with a rate of its own and without weight decay."""
+        if (made := self.optimizer) is not None:
+            return made
+        if self.sharded:
+            processes.shard(self.model, self.streaming.port.layers)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        start = list(self.streaming.start.parameters()) if self.streaming.start is not None else []
+        if start:
+            apart = {id(parameter) for parameter in start}
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in apart]
+            rate = self.stream_rate * self.args.learning_rate
+            optimizer.add_param_group({"params": start, "lr": rate, "weight_decay": 0.0})
+        if self.sharded:
+            processes.keep_whole(optimizer)
+        return optimizer
+
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        return processes.deferred(self.model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.sharded and not self.args.should_save:
+            self.optimizer.state_dict()  # gathering it takes every process
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer puts checkpoints together."""
+        return str(Path(self.args.output_dir) / runs.UNFINISHED)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Put together aside and moved into place: a run may be killed at any moment."""
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process writes its random state
+        if self.args.should_save:
+            runs.finish(Path(self.args.output_dir), self.state.global_step)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        model = self.accelerator.unwrap_model(self.model)
-        assert isinstance(model, StreamingLM)
-        checkpoint.write_weights(model, folder)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_weights(self.streaming, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        own = self.accelerator.unwrap_model(model or self.model)
-        assert isinstance(own, StreamingLM)
-        checkpoint.read_weights(own, Path(resume_from_checkpoint))
+        checkpoint.read_weights(self.streaming, Path(resume_from_checkpoint))
 
 
-class _LogFile(TrainerCallback):
-    """Appends every log line to a JSON Lines file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
-
-
-def ordered(examples: Sequence[Tokens], config: TrainConfig) -> TokenDataset:
-    """The examples that are short enough, in the order in which training meets them, all epochs included.
+def usable(examples: Sequence[Tokens], config: TrainConfig) -> list[Tokens]:
+    """The examples that are short enough.
 
     Raises:
-        DataError: no example is short enough.
+        DataError: there is none.
     """
-    usable = [e for e in examples if len(e) <= config.max_length]
-    if not usable:
+    short = [e for e in examples if len(e) <= config.max_length]
+    if not short:
         raise DataError(f"none of {len(examples)} examples has at most {config.max_length} tokens")
-    order = grouped_order([len(e) for e in usable], config.batch_size, config.epochs, config.seed)
-    return TokenDataset(usable, order)
+    return short
+
+
+def ordered(examples: Sequence[Tokens], config: TrainConfig, pad: int, world: int = 1) -> TokenDataset:
+    """Examples in the order in which training meets them, all epochs included.
+
+    The order depends on how large an update is, not on its spread over accumulated passes and `world` processes, all of
+    which get as many: what fills up the last passes asks for nothing.
+    """
+    update = config.batch_size * config.accumulate * world
+    order = grouped_order([len(e) for e in examples], update, config.epochs, config.seed)
+    if world > 1:
+        order += [len(examples)] * (-len(order) % (config.batch_size * world))
+    return TokenDataset([*examples, nothing(pad)], order)
 
 
 def collator(streams: int, pad: int, config: TrainConfig) -> Collator:
@@ -230,42 +298,49 @@ def fit(
     """Train `model` in place; checkpoints and log go to `folder`.
 
     `started_from` names the weights that the run begins with, None fresh ones: a run goes on with its own only.
-    With `resume`, the last complete checkpoint in `folder` is continued, as if it had never been interrupted.
+    With `resume`, the last checkpoint in `folder` is continued, as if it had never been interrupted. Processes that a
+    launcher started together all call this, with equal arguments and a `folder` that all of them see; an update then
+    has `batch_size` times `accumulate` examples of every process.
 
     Returns:
-        A JSON-ready report: settings, examples used, updates, seconds since the last start, and the last log line.
+        A JSON-ready report: settings, processes, examples used, updates, seconds of all starts, and the last log line.
 
     Raises:
         DataError: no example is short enough.
         CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
+        ConfigError: a launcher announced other processes than there are, or weights are to be sharded in a single one.
     """
-    data = ordered(examples, config)
-    usable = data.examples
     set_seed(config.seed)
     if config.checkpointing:
         model.layers = RecomputedLayers(model.port)
     if model.gate is not None:
         model.gate.open(0, 1, model.device)  # decoding may have left it shut, and PEFT freezes what is shut
+    arguments = _arguments(folder, config, loss_config, model.device.type == "cpu")
+    world = arguments.world_size
+    processes.check_number(world)
+    log = LogFile(folder / runs.LOG)
+    own = usable(examples, config)
     trainer = StreamTrainer(
         model=model,
-        args=_arguments(folder, config, model.device.type == "cpu"),
-        train_dataset=data,
+        args=arguments,
+        train_dataset=ordered(own, config, pad, world),
         data_collator=collator(model.stream_config.streams, pad, config),
         loss_config=loss_config,
-        stream_rate=config.stream_rate,
-        callbacks=[_LogFile(folder / "log.jsonl")],
+        config=config,
+        callbacks=[log],
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    last = _begin(folder, _identity(model, usable, config, loss_config, started_from), resume)
-    outcome = trainer.train(resume_from_checkpoint=last)
+    identity = _identity(model, own, config, loss_config, world, started_from)
+    last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, arguments.should_save)
+    trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
         "training": asdict(config),
         "loss": asdict(loss_config),
-        "examples": len(usable),
-        "left_out_as_too_long": len(examples) - len(usable),
+        "processes": arguments.world_size,
+        "examples": len(own),
+        "left_out_as_too_long": len(examples) - len(own),
         "updates": trainer.state.global_step,
-        "seconds": round(float(outcome.metrics["train_runtime"]), 1),
+        "seconds": log.seconds(),
         "last_log": terms[-1] if terms else {},
     }
 
@@ -275,6 +350,7 @@ def _identity(
     examples: Sequence[Tokens],
     config: TrainConfig,
     loss_config: LossConfig,
+    world: int,
     started_from: str | None,
 ) -> dict[str, Any]:
     """What must not change when a run is resumed."""
@@ -284,36 +360,13 @@ def _identity(
         "training": training,
         "loss": asdict(loss_config),
         "streams": asdict(model.stream_config),
+        "processes": world,
         "examples": digest,
         "started_from": started_from,
     }
 
 
-def _begin(folder: Path, identity: dict[str, Any], resume: bool) -> str | None:
-    """Note what the run is; return the checkpoint to go on from, the last one that was written to its end."""
-    note, log = folder / "run.json", folder / "log.jsonl"
-    complete = {
-        int(path.name.rsplit("-", 1)[1]): path
-        for path in folder.glob("checkpoint-*")
-        if (path / "trainer_state.json").is_file()
-    }
-    if complete and not resume:
-        raise CheckpointError(f"{folder} holds an earlier run; continue it (--resume) or remove the folder")
-    if complete and note.is_file() and (earlier := json.loads(note.read_text())) != identity:
-        changed = sorted(key for key in identity if earlier.get(key) != identity[key])
-        raise CheckpointError(
-            f"the run in {folder} was started with another setting of {', '.join(changed)}; resume it with the same "
-            "ones, or train into another folder"
-        )
-    note.write_text(json.dumps(identity, indent=1) + "\n")
-    step = max(complete, default=0)
-    # The log's lines behind the checkpoint are about to be written again.
-    lines = log.read_text().splitlines() if log.is_file() else []
-    log.write_text("".join(f"{line}\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step))
-    return str(complete[step]) if step else None
-
-
-def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArguments:
+def _arguments(folder: Path, config: TrainConfig, loss_config: LossConfig, cpu: bool) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,  # every epoch is in the dataset's order already
@@ -328,10 +381,10 @@ def _arguments(folder: Path, config: TrainConfig, cpu: bool) -> TrainingArgument
         use_cpu=cpu,
         logging_steps=config.log_every,
         save_steps=config.save_every,
-        save_total_limit=2,
         save_strategy="steps",
         remove_unused_columns=False,
         seed=config.seed,
         report_to=[],
+        ddp_find_unused_parameters=loss_config.scorer == 0,  # the scorer is all that may be unused
         dataloader_pin_memory=not cpu and torch.cuda.is_available(),
     )

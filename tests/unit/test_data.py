@@ -13,6 +13,7 @@ from forestream.data import (
     TokenDataset,
     Tokens,
     grouped_order,
+    nothing,
     prompt_ids,
     template_of,
     template_print,
@@ -182,12 +183,21 @@ def test_every_stream_has_the_targets_that_are_left_for_it(streams: int) -> None
         assert [whole[t + 1 + j] for t in held] == list(ONE.completion[j:])
 
 
-def test_a_completion_of_the_end_alone_carries_no_streams() -> None:
+def test_a_completion_of_the_end_alone_asks_nothing_of_its_streams() -> None:
     batch = Collator(streams=2, pad=0).batch([Tokens((10, 11), (EOS,))])
     assert batch.ids.tolist() == [[10, 11]]
     assert (batch.rows.tolist(), batch.targets.tolist()) == ([[1]], [[EOS]])
-    assert batch.carriers.shape == (1, 0)
-    assert batch.stream_targets.shape == (1, 2, 0)
+    # A place that asks for nothing: every batch reaches every weight.
+    assert batch.carriers.tolist() == [[0]]
+    assert batch.stream_targets.tolist() == [[[X], [X]]]
+
+
+def test_an_example_that_fills_up_a_batch_asks_for_nothing() -> None:
+    batch = Collator(streams=2, pad=7).batch([ONE, nothing(7)])
+    assert batch.ids[1].tolist() == [7] * 6
+    assert (batch.targets[1] == X).all()
+    assert (batch.stream_targets[1] == X).all()
+    assert torch.equal(batch.targets[:1], Collator(streams=2, pad=7).batch([ONE]).targets)
 
 
 def test_without_streams_there_are_no_carriers_and_the_rest_is_the_same() -> None:
@@ -231,7 +241,7 @@ def test_a_share_of_the_carriers_is_fixed_for_a_text_and_differs_between_texts()
 def test_the_share_thins_streams_and_leaves_the_main_stream_alone() -> None:
     for share, possible in ((1.0, 60), (0.0, 0)):
         collate = Collator(2, pad=0, share=share)
-        assert len(carriers_of(collate, LONG[0])) == possible
+        assert int((collate.batch([LONG[0]]).stream_targets[0, 0] != X).sum()) == possible
         assert torch.equal(collate.batch(LONG).targets, Collator(2, pad=0).batch(LONG).targets)
 
 

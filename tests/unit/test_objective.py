@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from forestream.data import Collator, Tokens
+from forestream.data import Collator, Tokens, nothing
 from forestream.model import PassOutput, StreamingLM
-from forestream.objective import IGNORED, JointLoss, LossConfig, TargetBatch, Term, gather_rows, joint_loss
+from forestream.objective import (
+    IGNORED,
+    JointLoss,
+    LossConfig,
+    TargetBatch,
+    Term,
+    count_targets,
+    gather_rows,
+    joint_loss,
+)
 from forestream.packing import Pack
 from wrapped import prompt, shake, trainable
 
@@ -224,3 +233,52 @@ def test_rows_are_gathered_from_their_own_text() -> None:
     states = torch.arange(24.0).view(2, 4, 3)
     found = gather_rows(states, torch.tensor([[3, 0], [1, 1]]))
     assert torch.equal(found, torch.stack([states[0, [3, 0]], states[1, [1, 1]]]))
+
+
+# --- parts of an update ---------------------------------------------------------------------------------------------
+
+
+def added_up(model: StreamingLM, parts: list[TargetBatch], totals: Tensor | None) -> tuple[float, dict[str, Tensor]]:
+    losses = [joint_loss(model, forward(model, part), part, CONFIG, totals).total for part in parts]
+    loss = torch.stack(losses).sum()
+    return float(loss.detach()), gradients(model, loss)
+
+
+def test_parts_of_an_update_add_up_to_one_large_pass(model: StreamingLM) -> None:
+    whole = batch_of(model)
+    parts = [batch_of(model, texts) for texts in (TEXTS[:1], TEXTS[1:3], TEXTS[3:])]
+    totals = count_targets(whole)
+    assert totals.tolist() == [19, 15, 12, 9]  # completions of 6, 3, 1 and 9 tokens, less one for every stream
+    assert torch.equal(totals, torch.stack([count_targets(part) for part in parts]).sum(0))
+    value, wanted = added_up(model, [whole], None)
+    found, own = added_up(model, parts, totals)
+    assert found == pytest.approx(value, rel=1e-6)
+    assert_same_gradients(own, wanted)
+
+
+def test_a_mean_of_the_means_of_ragged_parts_is_something_else(model: StreamingLM) -> None:
+    parts = [batch_of(model, texts) for texts in (TEXTS[:1], TEXTS[1:3], TEXTS[3:])]
+    value, wanted = added_up(model, [batch_of(model)], None)
+    found, own = added_up(model, parts, None)
+    assert found / 3 != pytest.approx(value, rel=1e-3)
+    with pytest.raises(AssertionError):
+        assert_same_gradients({name: gradient / 3 for name, gradient in own.items()}, wanted, share=0.01)
+
+
+def test_rows_without_any_target_are_no_nan(model: StreamingLM) -> None:
+    """Alone they ask for nothing, and beside others they change nothing."""
+    empty = batch_of(model, [nothing(0), nothing(0)])
+    loss = joint_loss(model, forward(model, empty), empty, CONFIG)
+    assert float(loss.total.detach()) == 0.0
+    assert {term.count for term in loss.terms.values()} == {0}
+    own = gradients(model, loss.total)
+    assert (
+        own.keys()
+        == gradients(model, joint_loss(model, forward(model, batch_of(model)), batch_of(model), CONFIG).total).keys()
+    )
+    assert all(bool((gradient == 0).all()) for gradient in own.values())
+    beside = batch_of(model, [*TEXTS, nothing(0)])
+    value, wanted = added_up(model, [batch_of(model)], None)
+    found, filled = added_up(model, [beside], None)
+    assert found == pytest.approx(value, rel=1e-6)
+    assert_same_gradients(filled, wanted)

@@ -34,6 +34,11 @@ class Target(StrEnum):
     both = "both"
 
 
+class Layout(StrEnum):
+    copies = "copies"
+    shards = "shards"
+
+
 def train(
     overrides: Annotated[
         list[str] | None,
@@ -79,7 +84,9 @@ def train(
     stream_layers: Annotated[
         int | None, typer.Option(min=1, help="N_s, top layers that carry streams; half of them by default.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples per forward pass. [default: 12]")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples per forward pass of one process. [default: 12]")
+    ] = None,
     accumulate: Annotated[int | None, typer.Option(min=1, help="Forward passes per update. [default: 1]")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate. [default: 0.001]")] = None,
     stream_weight: Annotated[
@@ -107,6 +114,12 @@ def train(
         int | None, typer.Option(min=0, help="Of the example order and the fresh weights. [default: 0]")
     ] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="Updates between checkpoints. [default: 100]")] = None,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="With several processes (torchrun): weights copied to each, or sharded among them. [default: copies]"
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what the run will cost, after a few passes as a trial, and stop.")
@@ -121,7 +134,8 @@ def train(
     that comes with the package, or yours: `recipes/e2e.yaml` shows the form, an unknown key lists the known ones.
 
     Checkpoints and the log go to OUTPUT.run beside the adapter folder; a run that was interrupted is continued with
-    --resume and gives what it would have given uninterrupted.
+    --resume and gives what it would have given uninterrupted. Under torchrun, several processes train one adapter
+    (docs/cluster.md).
 
     Examples: forestream train --recipe e2e --data-dir data --output adapters/e2e training.learning_rate=5e-4
 
@@ -129,7 +143,7 @@ def train(
 
     forestream train --task e2e --data-dir data --output adapters/e2e --examples 4800
     """
-    from forestream import provenance
+    from forestream import processes, provenance
 
     given = {
         "task": task,
@@ -147,6 +161,7 @@ def train(
         "training.dtype": dtype,
         "training.seed": seed,
         "training.save_every": save_every,
+        "training.layout": layout,
         "loss.stream": stream_weight,
         "loss.target": target,
     }
@@ -156,13 +171,14 @@ def train(
         raise ConfigError(f"found {found}; expected --output FOLDER to train, or --plan to see what that will cost")
     if json_file is not None and not plan:
         raise ConfigError("--json holds a plan; give --plan too (a run's record is provenance.json in its adapter)")
+    processes.join(device)
     made = provenance.collect()  # of the code that trains: the working copy may change meanwhile
     if output is not None:
         from forestream import checkpoint
 
         checkpoint.check_output(output)
     run = _Run(wanted, layers_given, data_dir, options.torch_device(device), answers)
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     _announce(console, run)
     if output is None:
         _show_plan(console, run, made, json_file)
@@ -170,6 +186,7 @@ def train(
         run.fit(output, made, resume)
         console.print(f"[green]wrote[/] {output}")
         console.print_json(json.dumps(run.report["last_log"]))
+    processes.leave()
 
 
 def _wanted(recipe: str | None, overrides: Sequence[str], given: dict[str, Any]) -> tuple[Recipe, bool]:
@@ -198,7 +215,7 @@ class _Run:
         from forestream.data import template_of
         from forestream.distillation import AnswerSettings
         from forestream.tasks import get_task
-        from forestream.training import collator, ordered, training_model
+        from forestream.training import collator, ordered, training_model, usable
         from forestream.trial import Trial
 
         config = recipe.training
@@ -221,7 +238,9 @@ class _Run:
         self.examples = _tokens(tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples)
         self.pad: int = tokenizer.eos_token_id
         collate = collator(recipe.streams.streams, self.pad, config)
-        self.trial: Trial = Trial(self.model, ordered(self.examples, config), collate, config, recipe.loss)
+        self.trial: Trial = Trial(
+            self.model, ordered(usable(self.examples, config), config, self.pad), collate, config, recipe.loss
+        )
         self.report: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:

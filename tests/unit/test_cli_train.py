@@ -158,6 +158,6 @@ def test_defaults_that_the_help_names_are_those_of_the_settings() -> None:
     recipe = Recipe(task="synthetic")
     values = {field.name: getattr(recipe.training, field.name) for field in fields(TrainConfig)}
     values |= {"base": recipe.base, "mode": recipe.mode, "streams": recipe.streams.streams}
-    values |= {"stream_weight": LossConfig().stream}
-    assert len(named) == 12
+    values |= {"stream_weight": LossConfig().stream, "target": LossConfig().target}
+    assert len(named) == 14
     assert named == {name: str(values[name]) for name in named}

@@ -30,7 +30,7 @@ from forestream.plan import (
     seconds_for,
     without_streams,
 )
-from forestream.training import RecomputedLayers, StreamTrainer, TrainConfig, collator, fit, ordered
+from forestream.training import RecomputedLayers, StreamTrainer, TrainConfig, collator, fit, ordered, usable
 from forestream.trial import Trial, kept_bytes, one_pass
 from wrapped import prompt, trainable, trained
 
@@ -50,7 +50,7 @@ def examples(count: int, seed: int = 0) -> list[Tokens]:
 def trial(model: StreamingLM, count: int = 14, loss: LossConfig = LOSS, **settings: Any) -> Trial:
     config = TrainConfig(**{"batch_size": 4, "dtype": "float32", **settings})
     collate = collator(model.stream_config.streams, 0, config)
-    return Trial(model, ordered(examples(count), config), collate, config, loss)
+    return Trial(model, ordered(examples(count), config, 0), collate, config, loss)
 
 
 def eager(host: str) -> Any:
@@ -124,7 +124,8 @@ def test_batches_are_those_that_the_trainer_meets(tmp_path: Path, monkeypatch: p
     model = trainable("llama", streams=2)
     config = TrainConfig(batch_size=4, epochs=2, accumulate=3, dtype="float32", max_length=25)
     report = fit(model, examples(23), 0, tmp_path, config, LOSS)
-    tried = Trial(model, ordered(examples(23), config), collator(2, 0, config), config, LOSS)
+    own = usable(examples(23), config)
+    tried = Trial(model, ordered(own, config, 0), collator(2, 0, config), config, LOSS)
     assert report["left_out_as_too_long"] > 0
     assert all(torch.equal(a, tried.collate.batch(b).ids) for a, b in zip(met, tried.batches, strict=True))
     plan = tried.counted()
@@ -319,5 +320,5 @@ def test_a_single_batch_can_be_planned() -> None:
 
 def test_batches_end_with_the_rest() -> None:
     config = TrainConfig(batch_size=4)
-    data = ordered(examples(10), config)
+    data = ordered(examples(10), config, 0)
     assert [len(batch) for batch in batches_of(data, 4)] == [4, 4, 2]

@@ -111,7 +111,7 @@ def test_a_recipe_written_out_is_the_same_recipe(tmp_path: Path) -> None:
         ("task: e2e\nepochs: 3\n", "unknown key epochs; known are base, examples, expected, loss, mode, start_from"),
         ("task: e2e\ntraining: {learning_rat: 1}\n", "unknown key learning_rat in training; known are accumulate, "),
         ("task: e2e\nstreams: {stream: 1}\n", "unknown key stream in streams; known are lora_alpha, lora_rank, "),
-        ("task: e2e\nloss: {alpha: 1}\n", "unknown key alpha in loss; known are chunk, decay, main, scorer, stream"),
+        ("task: e2e\nloss: {alpha: 1}\n", "unknown key alpha in loss; known are chunk, decay, main, scorer, soft_sh"),
         ("task: e2e\nstreams: {mode: joint}\n", "unknown key mode in streams (mode stands beside task); known are "),
         ("base: smollm2-135m\n", "names no task; expected task: NAME"),
     ],

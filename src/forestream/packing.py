@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -16,6 +16,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from forestream.topology import Topology
+
+RECURRING = 128
+"""Trees of so many slots are kept with all that is derived from them: most passes ask for one of a few shapes."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,8 @@ class Pack:
     @staticmethod
     def tree(topology: Topology, carriers: Sequence[int] = (), streams: int = 0) -> Pack:
         """One row: a draft tree whose `carriers` have `streams` streams each."""
-        return Pack(
-            topology.depth_tensor[None],
-            topology.ancestors[None],
-            torch.tensor([list(carriers)], dtype=torch.long),
-            streams if carriers else 0,
-            len(topology),
-        )
+        own, each = tuple(carriers), streams if carriers else 0
+        return (_tree if len(topology) + each * len(own) <= RECURRING else _tree.__wrapped__)(topology, own, each)
 
     @staticmethod
     def forest(trees: Sequence[Topology], carriers: Sequence[Sequence[int]], streams: int = 0) -> Pack:
@@ -74,8 +72,7 @@ class Pack:
     @staticmethod
     def behind(streams: int, rows: int = 1) -> Pack:
         """Only the streams of each row's last committed token: the second pass of deferred streams."""
-        one = torch.ones(1, 1, 1, dtype=torch.bool)
-        return Pack(torch.tensor([[-1]]), one, torch.zeros(rows, 1, dtype=torch.long), streams, 0)
+        return _behind(streams, rows)
 
     def __len__(self) -> int:
         """Q, slots in the pass."""
@@ -115,4 +112,27 @@ class Pack:
 
     def main_only(self) -> Pack:
         """The same nodes without streams: what the trunk layers see."""
+        if not self.carriers.shape[1]:
+            return self
         return Pack(self.depths, self.ancestors, self.carriers[:, :0], 0, self.mains)
+
+
+@lru_cache(maxsize=64)
+def _tree(topology: Topology, carriers: tuple[int, ...], streams: int) -> Pack:
+    # Tensors that were made in inference mode could not be used in training.
+    with torch.inference_mode(False):
+        index = torch.tensor([list(carriers)], dtype=torch.long)
+        return _derived(Pack(topology.depth_tensor[None], topology.ancestors[None], index, streams, len(topology)))
+
+
+@lru_cache(maxsize=64)
+def _behind(streams: int, rows: int) -> Pack:
+    with torch.inference_mode(False):
+        one = torch.ones(1, 1, 1, dtype=torch.bool)
+        return _derived(Pack(torch.tensor([[-1]]), one, torch.zeros(rows, 1, dtype=torch.long), streams, 0))
+
+
+def _derived(pack: Pack) -> Pack:
+    """`pack`, once everything that is derived from it is there."""
+    assert pack.nodes.shape[1] == len(pack.indices) == pack.visible.shape[1]
+    return pack

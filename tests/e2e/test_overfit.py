@@ -50,7 +50,8 @@ def test_the_weights_of_the_loss_are_told_before_training(tmp_path: Path) -> Non
         output = tmp_path / f"adapter-{told}"
         result = CliRunner().invoke(app, [*common, *asked, "--output", str(output)], env={"COLUMNS": "300"})
         assert result.exit_code == 0, result.output
-        said = f"loss weights: main 1.0, each stream {told}, scorer 0.1"
+        streams = ", ".join(f"stream_{j} {told}" for j in range(1, 5))
+        said = f"loss weights: main 1, {streams}, scorer 0.1"
         assert said in " ".join(result.stdout.split())
         assert result.stdout.index("loss weights") < result.stdout.index("wrote")
         assert json.loads((output / "provenance.json").read_text())["loss"]["stream"] == float(told)

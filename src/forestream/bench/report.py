@@ -159,6 +159,35 @@ def _hosts(record: dict[str, Any]) -> str:
     return _table(["host", "plain, ms", *settings[1:]], rows)
 
 
+def _ablations(record: dict[str, Any]) -> str:
+    """One setting of a training changed at a time."""
+    rows = [
+        (
+            row["variant"],
+            f"{row['main_loss']:.2f}",
+            ", ".join(f"{loss:.2f}" for loss in row["stream_losses"]),
+            f"{row['call_reduction']:.2f}",
+            f"{row['speedup']:.2f}",
+        )
+        for row in record["ablations"]
+    ]
+    settings = record["settings"]
+    body = _table(["variant", "main loss", "loss of streams 1, 2, ...", "tokens per pass", "speedup"], rows)
+    return f"{body}\n{settings['examples']} examples each; {settings['method']} on {settings['prompts']} prompts.\n"
+
+
+def _training_step(record: dict[str, Any]) -> str:
+    """A joint step against its twin's."""
+    step = record["training_step"]
+    rows = [(kind, f"{s:.2f}", f"{step['peak_bytes'][kind] / 1e9:.2f}") for kind, s in step["seconds"].items()]
+    low, middle, high = (step["ratio"][name] for name in ("min", "median", "max"))
+    body = _table(["step", "seconds, median", "peak memory, GB"], rows)
+    return (
+        f"{body}\nA joint step takes {middle:.2f} times its twin's ({low:.2f} to {high:.2f}, batch by batch), and "
+        f"{step['peak_ratio']:.2f} times its memory.\n"
+    )
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods": _bench,
     "rules": _rules,
@@ -166,6 +195,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "hosts": _hosts,
     "guard": _guard,
     "calibration": _calibration,
+    "ablations": _ablations,
+    "training_step": _training_step,
     "scores": _scores,
 }
 """By the key that tells the kind of a record."""

@@ -1,0 +1,107 @@
+"""One setting of the training changed at a time: what it does to losses, to drafts accepted, and to a pass.
+
+    .venv/bin/python benchmarks/ablations.py --data-dir data --runs /tmp/ablations
+
+Every variant is the E2E recipe with fewer examples and what its line below says; all see the same examples in the same
+order. A trained variant is measured on validation prompts against plain decoding of itself. The record grows variant by
+variant: started again, the script goes on where it stopped. About seven minutes a variant on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from forestream import provenance
+
+VARIANTS: Final[dict[str, tuple[str, ...]]] = {
+    "as it is": (),
+    "positions: same": ("streams.positions=same",),
+    "start: low rank": ("streams.start=low_rank",),
+    "value rotation instead of P_j": ("streams.value_rotation=true",),
+    "N_s = 1": ("streams.stream_layers=1",),
+    "N_s = 2": ("streams.stream_layers=2",),
+    "N_s = 4": ("streams.stream_layers=4",),
+    "N_s = 15": ("streams.stream_layers=15",),
+    "alpha = 0": ("loss.stream=0.0",),
+    "alpha = 0.03": ("loss.stream=0.03",),
+    "alpha = 0.3": ("loss.stream=0.3",),
+    "alpha = 1": ("loss.stream=1.0",),
+    "alpha halved with every j": ("loss.decay=0.5",),
+    "G = 2": ("streams.streams=2",),
+    "G = 6": ("streams.streams=6",),
+    "G = 8": ("streams.streams=8",),
+    "rate of P_j x 10": ("training.stream_rate=10",),
+    "rate of P_j x 50": ("training.stream_rate=50",),
+    "soft targets": ("loss.target=soft",),
+    "soft and hard targets": ("loss.target=both",),
+    "half of the carriers": ("training.share=0.5",),
+    "learning rate 2e-3": ("training.learning_rate=2e-3",),
+}
+METHOD: Final = "budget-16"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument(
+        "--runs", type=Path, required=True, help="folder for the adapters; they are not kept in the record"
+    )
+    parser.add_argument("--examples", type=int, default=1200)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--only", help="names of variants, separated by semicolons; all by default")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/e2e-ablations.json"))
+    given = parser.parse_args()
+    record = begun(given)
+    for name in given.only.split(";") if given.only else VARIANTS:
+        if name not in {row["variant"] for row in record["ablations"]}:
+            record["ablations"].append({"variant": name, **ran(name, given)})
+            given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def begun(given: argparse.Namespace) -> dict[str, Any]:
+    """The record so far; one of other examples or prompts is refused."""
+    settings = {"task": "e2e", "split": "validation", "dtype": "bfloat16", "method": METHOD}
+    settings |= {"examples": given.examples, "prompts": given.prompts}
+    if given.json.is_file():
+        record: dict[str, Any] = json.loads(given.json.read_text())
+        if record["settings"] != settings:
+            sys.exit(f"{given.json} was begun with {record['settings']}; expected {settings}: name another file")
+        return record
+    made = provenance.collect(sys.argv[1:], program="benchmarks/ablations.py")
+    return {"provenance": made, "settings": settings, "ablations": []}
+
+
+def ran(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Train a variant, measure it, and say what came of it."""
+    adapter = given.runs / "".join(letter if letter.isalnum() else "-" for letter in name)
+    if not (adapter / "provenance.json").is_file():
+        where = ("--output", adapter, "--data-dir", given.data_dir, "--resume")
+        forestream("train", "--recipe", "e2e", *where, f"examples={given.examples}", *VARIANTS[name])
+    bench = adapter.with_suffix(".json")
+    where = ("--adapter", adapter, "--data-dir", given.data_dir, "--split", "validation", "--limit", given.prompts)
+    forestream("bench", *where, "--methods", f"plain,{METHOD}", "--carriers", "deferred", "--json", bench)
+    trained = json.loads((adapter / "provenance.json").read_text())
+    drafted = json.loads(bench.read_text())["methods"][METHOD]
+    last = trained["last_log"]
+    return {
+        "overrides": list(VARIANTS[name]),
+        "main_loss": last["main_loss"],
+        "stream_losses": [value for key, value in last.items() if key.startswith("stream_") and key.endswith("_loss")],
+        "call_reduction": drafted["call_reduction"],
+        "speedup": drafted["speedup"]["of_totals"],
+        "training_seconds": trained["seconds"],
+        "commit": trained["commit"],
+    }
+
+
+def forestream(*arguments: object) -> None:
+    subprocess.run([sys.executable, "-m", "forestream", *map(str, arguments)], check=True)
+
+
+if __name__ == "__main__":
+    main()

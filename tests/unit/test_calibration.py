@@ -120,7 +120,7 @@ def test_the_command_records_every_rule(adapter: Path, tmp_path: Path) -> None:
         assert row["rule"] in result.stdout
         assert f"| {row['rule']} |" in markdown(record)
     assert record["settings"]["decode"]["tree"] == "full"
-    assert record["provenance"]["command"].startswith("forestream ")
+    assert record["provenance"]["command"].startswith("forestream")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ CHANGED: list[JsonConfig] = [
         max_new_tokens=0,
         prompt_chunk=7,
     ),
-    LossConfig(main=0.5, stream=0.25, scorer=0.0, chunk=7),
+    LossConfig(main=0.5, stream=0.25, scorer=0.0, chunk=7, decay=0.5, target="both", soft_share=0.25),
 ]
 STATIC = DecodeSettings(tree="static", shape=((0, 0), (0, 2), (1, 0), (3, 1)))
 

@@ -1,6 +1,6 @@
 """One setting of the training changed at a time: what it does to losses, to drafts accepted, and to a pass.
 
-    .venv/bin/python benchmarks/ablations.py --data-dir data --runs /tmp/ablations
+    .venv/bin/python benchmarks/ablations.py --data-dir data --runs ablations
 
 Every variant is the E2E recipe with fewer examples and what its line below says; all see the same examples in the same
 order. A trained variant is measured on validation prompts against plain decoding of itself. The record grows variant by

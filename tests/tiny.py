@@ -43,6 +43,14 @@ def tiny_base(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def tiny_bases(folder: Path) -> dict[str, Path]:
+    """Bases below `folder`: one with its head tied to the embedding, one without."""
+    return {
+        "untied": tiny_base(folder / "untied"),
+        "tied": tiny_base(folder / "tied", tie_word_embeddings=True),
+    }
+
+
 def tiny_adapter(folder: Path, base: Path | None = None, **changes: Any) -> Path:
     """Save a random adapter into `folder`; `changes` go to its StreamConfig.
 

@@ -227,10 +227,16 @@ def save(
         lora.base_model_name_or_path, lora.inference_mode = base.name, True
         lora.target_modules = sorted(lora.target_modules)
         lora.save_pretrained(str(aside))
-        (aside / MANIFEST).write_text(Manifest(model.stream_config, base).to_json())
-        (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
-        text = card.render(folder.name, model.stream_config, base.name, provenance)
-        (aside / card.FILE).write_text(text, encoding="utf-8")
+        manifest = Manifest(model.stream_config, base)
+        (aside / MANIFEST).write_text(manifest.to_json())
+        write_provenance(aside, folder.name, manifest, provenance)
+
+
+def write_provenance(folder: Path, name: str, manifest: Manifest, provenance: dict[str, Any]) -> None:
+    """Write where an adapter comes from into its folder, and the card of the adapter `name` that says so to people."""
+    (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+    text = card.render(name, manifest.config, manifest.base.name, provenance)
+    (folder / card.FILE).write_text(text, encoding="utf-8")
 
 
 def copy_adapter(adapter: Path, folder: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -21,6 +22,8 @@ from forestream.tasks.base import Example, Message
 
 Targets = Literal["completion", "all"]
 """Which tokens the loss is about: those of completions, or those of prompts too."""
+
+Row = TypeVar("Row")
 
 TARGETS: Final[tuple[Targets, ...]] = ("completion", "all")
 
@@ -63,6 +66,18 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Messag
     except TemplateError as error:
         raise PromptError(f"the base's chat template does not take these messages: {error}") from error
     return tuple(ids)
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of `examples`, chats by the chat template. Errors as in `prompt_ids`."""
+    return [prompt_ids(tokenizer, example.asked) for example in examples]
+
+
+def drawn(rows: Sequence[Row], seed: int, most: int | None = None) -> list[Row]:
+    """Rows in an order that depends on the seed and on their number alone, the first `most` of it: all by default."""
+    order = list(rows)
+    random.Random(seed).shuffle(order)
+    return order[:most]
 
 
 def template_print(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -8,7 +8,6 @@ ended. Lines are added whole, group by group, so a run that was stopped is gone 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -95,13 +94,6 @@ def base_generator(
     model = StreamingLM(host, StreamConfig(streams=0, stream_layers=1, scorer_rank=0)).to(device).eval()
     model.prepare(compile)
     return Generator(model, tokenizer), found
-
-
-def chosen_rows(examples: int, seed: int, most: int | None = None) -> list[int]:
-    """Indices of the rows that are answered, in an order that depends on the seed alone: more go behind fewer."""
-    order = list(range(examples))
-    random.Random(seed).shuffle(order)
-    return order[:most]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from forestream.data import prompt_ids
+from forestream.data import prompts_of
 from forestream.errors import DataError
 from forestream.generation import Generation, Generator
 from forestream.memory import Memory
@@ -133,7 +133,7 @@ def conversation(
 def _batched(
     generator: Generator, examples: Sequence[Example], batch_size: int, advance: Callable[[int], None]
 ) -> list[str]:
-    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
+    prompts = prompts_of(generator.tokenizer, examples)
     # Prompts of similar length share a batch, so that little is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     pad = generator.eos[0] if generator.eos else 0

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from forestream.config import JsonConfig, in_range, one_of, whole
 from forestream.model import PassOutput, StreamingLM
+from forestream.packing import Pack
 
 IGNORED = -100
 
@@ -187,6 +188,14 @@ class _Rows:
         teachers = torch.full_like(targets, -1) if teachers is None else teachers.flatten()
         scales = torch.full((int(valid.sum()),), weight, device=states.device)
         return _Rows(states.flatten(0, 1)[valid], targets[valid], teachers[valid], scales)
+
+
+def batch_pass(model: StreamingLM, batch: TargetBatch) -> PassOutput:
+    """The pass that a batch asks for: its texts as chains, with streams at its carriers."""
+    output: PassOutput = model(
+        batch.ids, Pack.text(batch.ids.shape[1], batch.carriers.cpu(), model.stream_config.streams)
+    )
+    return output
 
 
 def count_targets(batch: TargetBatch) -> Int[Tensor, " terms"]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from safetensors.torch import load_file, save_file
 
-from forestream import card, checkpoint
+from forestream import checkpoint
 from forestream.checkpoint import FILES, PROVENANCE, STREAMS, Manifest
 from forestream.data import Tokens
 from forestream.errors import ConfigError
@@ -73,6 +73,4 @@ def save_scorer(model: StreamingLM, adapter: Path, folder: Path, record: dict[st
             if (adapter / name).is_file():
                 (aside / name).write_bytes((adapter / name).read_bytes())
         save_file(tensors, aside / STREAMS, {"format": "pt"})
-        (aside / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
-        text = card.render(folder.name, manifest.config, manifest.base.name, provenance)
-        (aside / card.FILE).write_text(text, encoding="utf-8")
+        checkpoint.write_provenance(aside, folder.name, manifest, provenance)

@@ -25,8 +25,7 @@ from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
 from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order, nothing
 from forestream.errors import ConfigError, DataError
 from forestream.model import StreamingLM
-from forestream.objective import JointLoss, LossConfig, TargetBatch, count_targets, joint_loss
-from forestream.packing import Pack
+from forestream.objective import JointLoss, LossConfig, TargetBatch, batch_pass, count_targets, joint_loss
 from forestream.ports import LayerInputs
 from forestream.runs import LogFile
 
@@ -130,8 +129,7 @@ class Objective(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], totals: Tensor | None) -> JointLoss:
         batch = TargetBatch(**inputs)
-        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), self.model.stream_config.streams)
-        return joint_loss(self.model, self.model(batch.ids, pack), batch, self.loss_config, totals)
+        return joint_loss(self.model, batch_pass(self.model, batch), batch, self.loss_config, totals)
 
 
 class StreamTrainer(Trainer):
@@ -336,7 +334,7 @@ def fit(
     return {
         "training": asdict(config),
         "loss": asdict(loss_config),
-        "processes": arguments.world_size,
+        "processes": world,
         "examples": len(own),
         "left_out_as_too_long": len(examples) - len(own),
         "updates": trainer.state.global_step,

@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from forestream.compiled import EagerLayers
 from forestream.data import Collator, TokenDataset, Tokens
 from forestream.model import PassOutput, StreamingLM
-from forestream.objective import LossConfig, TargetBatch, joint_loss
-from forestream.packing import Pack
+from forestream.objective import LossConfig, TargetBatch, batch_pass, joint_loss
 from forestream.plan import Activations, Measured, Plan, Sizes, batches_of, layered, memory_of, planned, rows_of
 from forestream.training import RecomputedLayers, TrainConfig
 
@@ -54,9 +53,7 @@ def peak_bytes(device: torch.device) -> int | None:
 def one_pass(model: StreamingLM, batch: TargetBatch, config: TrainConfig) -> PassOutput:
     """A pass forward, in the precision that the trainer computes in."""
     with _precision(model, config):
-        pack = Pack.text(batch.ids.shape[1], batch.carriers.cpu(), model.stream_config.streams)
-        output: PassOutput = model(batch.ids, pack)
-        return output
+        return batch_pass(model, batch)
 
 
 def _precision(model: StreamingLM, config: TrainConfig) -> torch.autocast:

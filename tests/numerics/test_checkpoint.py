@@ -19,7 +19,7 @@ from forestream.decode import decode
 from forestream.errors import CheckpointError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
-from tiny import tiny_base
+from tiny import tiny_bases
 from wrapped import SMALL, prompt, shake, trained, wrapped
 from zoo import HOSTS
 
@@ -30,12 +30,7 @@ FILES = {LORA, STREAMS, MANIFEST, PROVENANCE, "adapter_config.json", "README.md"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders, with the head tied to the embedding or not."""
-    parent = tmp_path_factory.mktemp("bases")
-    return {
-        "untied": tiny_base(parent / "untied"),
-        "tied": tiny_base(parent / "tied", tie_word_embeddings=True),
-    }
+    return tiny_bases(tmp_path_factory.mktemp("bases"))
 
 
 def model_on(base: Path, **changes: Any) -> tuple[StreamingLM, BaseModel]:

@@ -19,7 +19,7 @@ from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.steps import Step, tokens_of
-from tiny import tiny_base
+from tiny import tiny_bases
 from wrapped import SMALL, shake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,12 +30,7 @@ SETTINGS = DecodeSettings(max_new_tokens=TOKENS, nodes=8)
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Bases with the head tied to the embedding or not."""
-    parent = tmp_path_factory.mktemp("bases")
-    return {
-        "untied": tiny_base(parent / "untied"),
-        "tied": tiny_base(parent / "tied", tie_word_embeddings=True),
-    }
+    return tiny_bases(tmp_path_factory.mktemp("bases"))
 
 
 def adapter_on(base: Path, folder: Path, seed: int = 1, **changes: Any) -> Path:

@@ -15,6 +15,7 @@ from forestream.data import (
     grouped_order,
     nothing,
     prompt_ids,
+    prompts_of,
     template_of,
     template_print,
     tokenize,
@@ -86,6 +87,13 @@ def test_a_chat_is_rendered_by_the_template_as_far_as_the_answer() -> None:
     turns = [*HELLO.asked, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
     assert prompt_ids(chatting(), turns) == (2, 4, 5, 3, 6, 2, 7, 3)
     assert tokenize(chatting(), HELLO) == Tokens((2, 4, 5, 3), (6, 0))
+
+
+def test_prompts_of_examples_are_what_each_of_them_asks() -> None:
+    asked = chatting()
+    text = Example("b c", " d", ("d",))
+    assert prompts_of(asked, [text, HELLO]) == [prompt_ids(asked, "b c"), prompt_ids(asked, HELLO.asked)]
+    assert len(set(prompts_of(asked, [text, HELLO]))) == 2
 
 
 def test_without_a_template_there_are_no_chats() -> None:

@@ -14,8 +14,8 @@ from forestream.bases import fingerprint, load_base
 from forestream.checkpoint import Manifest
 from forestream.cli import app
 from forestream.config import DecodeSettings, StreamConfig
-from forestream.data import Tokens, prompt_ids, template_print
-from forestream.distillation import AnswerSettings, base_generator, chosen_rows, read_answers, write_answers
+from forestream.data import Tokens, drawn, prompt_ids, template_print
+from forestream.distillation import AnswerSettings, base_generator, read_answers, write_answers
 from forestream.errors import CheckpointError, ConfigError, DataError
 from forestream.evaluation import conversation, outputs
 from forestream.generation import Generator
@@ -189,10 +189,10 @@ def test_a_killed_run_is_gone_on_with(written: tuple[Generator, AnswerSettings],
 
 
 def test_more_examples_go_behind_fewer(written: tuple[Generator, AnswerSettings], tmp_path: Path) -> None:
-    orders = [chosen_rows(5, 7, most) for most in (2, 4, None)]
+    orders = [drawn(range(5), 7, most) for most in (2, 4, None)]
     assert orders[0] == orders[1][:2] == orders[2][:2]
     assert sorted(orders[2]) == list(range(5))
-    assert chosen_rows(5, 8) != orders[2]
+    assert drawn(range(5), 8) != orders[2]
     for order in orders:
         answer(written, tmp_path / "file", order)
         assert [line["index"] for line in lines_of(tmp_path / "file")] == order

@@ -118,19 +118,20 @@ def _rules(record: dict[str, Any]) -> str:
     return _table([*headings, *scores], rows)
 
 
+def calibration_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a pruning rule keeps and loses, cell by cell."""
+    return (
+        row["rule"],
+        f"{row['nodes_per_pass']:.1f} of {row['offered_per_pass']:.1f}",
+        f"{row['lost']} of {row['good']} ({100 * row['share_lost']:.1f} %)",
+        f"{row['call_reduction']:.2f}",
+        f"{row['share_of_call_reduction']:.3f}",
+    )
+
+
 def _calibration(record: dict[str, Any]) -> str:
-    """What pruning rules keep and lose."""
-    rows = [
-        (
-            row["rule"],
-            f"{row['nodes_per_pass']:.1f} of {row['offered_per_pass']:.1f}",
-            f"{row['lost']} of {row['good']} ({100 * row['share_lost']:.1f} %)",
-            f"{row['call_reduction']:.2f}",
-            f"{row['share_of_call_reduction']:.3f}",
-        )
-        for row in record["calibration"]
-    ]
-    return _table(["rule", "nodes kept", "good edges lost", "tokens per pass", "of the unpruned"], rows)
+    headings = ["rule", "nodes kept", "good edges lost", "tokens per pass", "of the unpruned"]
+    return _table(headings, map(calibration_cells, record["calibration"]))
 
 
 def _timeline(record: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,17 +34,13 @@ def bench(
             "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype."
         ),
     ] = "plain,forestream",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
-    ] = None,
+    max_new_tokens: options.TaskTokens = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method on every prompt.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     temperature: options.Temperature = 0.0,
@@ -77,7 +72,7 @@ def bench(
     from forestream import provenance
     from forestream.bench.methods import method
     from forestream.bench.runner import compare
-    from forestream.data import prompt_ids
+    from forestream.data import prompts_of
     from forestream.tasks import get_task
 
     made = provenance.collect()
@@ -104,7 +99,7 @@ def bench(
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
     compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
-    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in examples]
+    prompts = prompts_of(generator.tokenizer, examples)
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
     record = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -26,7 +25,9 @@ _SIZES: Final = "4,8,16"
 
 def calibrate(
     adapter: options.ShippedAdapter = None,
-    task: Annotated[str, typer.Option(help="Whose prompts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: Annotated[
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+    ] = "e2e",
     split: Annotated[str, typer.Option(help="Rules are chosen on validation and reported on test.")] = "validation",
     limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,
     thresholds: Annotated[str, typer.Option(help="Values of --prune-below, with commas between.")] = _THRESHOLDS,
@@ -35,17 +36,13 @@ def calibrate(
     nodes: options.Nodes = None,
     k: options.K = None,
     streams: options.Streams = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
-    ] = None,
+    max_new_tokens: options.TaskTokens = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Show what each pruning rule keeps of the draft trees, and which good edges it loses.
@@ -53,15 +50,15 @@ def calibrate(
     The model writes the texts of some prompts, and at every place of every text the tree that decoding would draft
     there is scored by the exit scorer, unpruned. Every rule is then replayed on these trees: nodes kept in a pass,
     edges lost that the text follows (drafts that would have been accepted), tokens per pass, and what share that is of
-    the unpruned trees' tokens per pass. In float32 the counts
-    are those of a real run under the rule; in half precision they may differ at near ties. Times are not predicted:
-    `forestream bench` with a method such as full-2+prune measures them.
+    the unpruned trees' tokens per pass. In float32 the counts are those of a real run under the rule; in half precision
+    they may differ at near ties. Times are not predicted: `forestream bench` with a method such as full-2+prune
+    measures them.
 
     Example: forestream calibrate --task e2e --data-dir data --tree full --k 2 --thresholds 0.001,0.01,0.1
     """
     from forestream import provenance
     from forestream.calibration import score_text
-    from forestream.data import prompt_ids
+    from forestream.data import prompts_of
     from forestream.tasks import get_task
 
     made = provenance.collect()
@@ -75,8 +72,7 @@ def calibrate(
     generator = options.load_generator(folder, base, dtype, settings, device, compile, quantise)
     texts: list[tuple[Scored, ...]] = []
     with counted("scoring the trees of every place", len(examples)) as advance:
-        for example in examples:
-            prompt = prompt_ids(generator.tokenizer, example.prompt)
+        for prompt in prompts_of(generator.tokenizer, examples):
             texts.append(score_text(generator.model, prompt, settings, generator.eos))
             advance(1)
     found = _replayed(rules, texts)
@@ -138,15 +134,11 @@ def _shape(settings: DecodeSettings) -> str:
 
 
 def _table(title: str, entries: list[dict[str, Any]]) -> Table:
+    from forestream.bench.report import calibration_cells
+
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("rule", "nodes kept", "good edges lost", "tokens/pass", "share"):
         table.add_column(heading, justify="left" if heading == "rule" else "right", no_wrap=True)
     for row in entries:
-        table.add_row(
-            row["rule"],
-            f"{row['nodes_per_pass']:.1f} of {row['offered_per_pass']:.1f}",
-            f"{row['lost']} of {row['good']} ({100 * row['share_lost']:.1f} %)",
-            f"{row['call_reduction']:.2f}",
-            f"{row['share_of_call_reduction']:.3f}",
-        )
+        table.add_row(*calibration_cells(row))
     return table

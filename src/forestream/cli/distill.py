@@ -30,9 +30,7 @@ def distill(
         Path | None,
         typer.Option(help="Lossless adapter whose streams draft the answers: the same text, faster. Without: plainly."),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     split: Annotated[str, typer.Option(help="Whose rows; `forestream train` takes no answers to test.")] = "train",
     examples: Annotated[
         int | None,
@@ -59,13 +57,13 @@ def distill(
     Then: forestream train --mode lossless --task chat --data-dir data --answers answers.jsonl --output my-streams
     """
     from forestream import provenance
-    from forestream.data import template_of
-    from forestream.distillation import AnswerSettings, chosen_rows, write_answers
+    from forestream.data import drawn, template_of
+    from forestream.distillation import AnswerSettings, write_answers
     from forestream.tasks import get_task
 
     made = provenance.collect()
     rows = get_task(task).examples(split, data_dir)
-    numbers = chosen_rows(len(rows), seed, examples)
+    numbers = drawn(range(len(rows)), seed, examples)  # more of them go behind fewer
     generator, base_print = _writer(base, adapter, dtype, device, compile)
     settings = AnswerSettings(
         task,

@@ -68,17 +68,13 @@ def evaluate(
         ),
     ] = Way.forestream,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time for --way batched.")] = 16,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many tokens; the task's own limit by default.")
-    ] = None,
+    max_new_tokens: options.TaskTokens = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Score an adapter's texts on distinct inputs, against all references of each; with --against, guard their quality.

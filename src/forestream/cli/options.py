@@ -80,6 +80,10 @@ ShippedAdapter = Annotated[
     Path | None,
     typer.Option("--adapter", help=f"Adapter folder; by default the one that the repository carries, {SHIPPED}."),
 ]
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Folder with the data sets; without it they are read from the hub."),
+]
 Base = Annotated[
     str | None,
     typer.Option(
@@ -170,6 +174,10 @@ PruneTo = Annotated[
 MaxNewTokens = Annotated[
     int | None,
     typer.Option("--max-new-tokens", min=1, help=f"Stop after so many tokens. [default: {DEFAULTS.max_new_tokens}]"),
+]
+TaskTokens = Annotated[
+    int | None,
+    typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens; the task's own limit by default."),
 ]
 JsonFile = Annotated[
     Path | None,

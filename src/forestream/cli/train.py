@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -66,9 +65,7 @@ def train(
         Mode | None,
         typer.Option(help="joint learns the task and drafting; lossless keeps the base's own text. [default: joint]"),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     answers: Annotated[
         Path | None,
         typer.Option(
@@ -275,16 +272,12 @@ def _tokens(
     tokenizer: Any, rows: list[Any], answers: Path | None, base_print: str, seed: int, examples: int | None
 ) -> list[Any]:
     """What is trained on, in an order drawn by `seed`: the rows, or the base's own answers to them."""
-    from forestream.data import tokenize
+    from forestream.data import drawn, tokenize
     from forestream.distillation import read_answers
 
-    order = random.Random(seed)
     if answers is not None:
-        own = read_answers(answers, rows, tokenizer, base_print)
-        order.shuffle(own)
-        return own[:examples]
-    order.shuffle(rows)
-    return [tokenize(tokenizer, row) for row in rows[:examples]]
+        return drawn(read_answers(answers, rows, tokenizer, base_print), seed, examples)
+    return [tokenize(tokenizer, row) for row in drawn(rows, seed, examples)]
 
 
 def _announce(console: Console, run: _Run) -> None:

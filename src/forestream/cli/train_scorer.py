@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,7 @@ def train_scorer(
     adapter: options.Adapter,
     output: Annotated[Path, typer.Option(help="Adapter folder to write; may be the same.")],
     task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     base: options.Base = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
@@ -42,7 +39,7 @@ def train_scorer(
     Example: forestream train-scorer --adapter my-adapter --task e2e --examples 2000 --output my-pruned-adapter
     """
     from forestream import checkpoint, provenance
-    from forestream.data import tokenize
+    from forestream.data import drawn, tokenize
     from forestream.scorer import fit_scorer, save_scorer
     from forestream.tasks import get_task
     from forestream.training import TrainConfig
@@ -52,12 +49,11 @@ def train_scorer(
     config = TrainConfig(
         epochs, batch_size, learning_rate=learning_rate, dtype=dtype.value, seed=seed, save_every=save_every
     )
-    rows = get_task(task).examples("train", data_dir)
-    random.Random(seed).shuffle(rows)
+    rows = drawn(get_task(task).examples("train", data_dir), seed, examples)
     model, tokenizer = checkpoint.load(
         adapter, base, options.torch_dtype(dtype), merge=False, device=options.torch_device(device)
     )
-    used = [tokenize(tokenizer, row) for row in rows[:examples]]
+    used = [tokenize(tokenizer, row) for row in rows]
     run = output.parent / f"{output.name}.run"
     report = fit_scorer(model, used, tokenizer.eos_token_id, run, config, resume)
     save_scorer(model, adapter, output, {**made, "task": task, **report})

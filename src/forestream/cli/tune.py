@@ -43,9 +43,7 @@ def tune(
         str | None,
         typer.Option(help="Also run the same candidates on this split, and tell how far the choice is from its best."),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets; without it they are read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
@@ -75,7 +73,7 @@ def tune(
     """
     from forestream import provenance, tuning
     from forestream.cost import Profile
-    from forestream.data import prompt_ids
+    from forestream.data import prompts_of
     from forestream.tasks import get_task
 
     sizes = _sizes(batches)
@@ -86,7 +84,7 @@ def tune(
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
     generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     precision = options.precision(dtype, quantise)
-    prompts = [prompt_ids(generator.tokenizer, example.asked) for example in texts]
+    prompts = prompts_of(generator.tokenizer, texts)
     costs = (
         measure(generator, folder, precision, device, compile)
         if profile is None
@@ -106,17 +104,18 @@ def tune(
         _table(best, results, costs, name), f"largest error of a predicted time per pass: {max(map(abs, errors)):.0%}"
     )
     setup = tuning.this_setup(precision, device, options.compile_how(compile))
-    together = {rows: run(f"running the best, {rows} texts together", prompts, rows) for rows in sizes}
-    by_rows = tuple((rows, tuning.choose(best, found)[1]) for rows, found in together.items())
-    for rows, found in together.items():
-        Console().print(f"{rows} texts together: {tuning.choose(best, found)[0]} is the fastest")
+    together, by_rows = {}, []
+    for rows in sizes:
+        together[rows] = run(f"running the best, {rows} texts together", prompts, rows)
+        fastest, own = tuning.choose(best, together[rows])
+        by_rows.append((rows, own))
+        Console().print(f"{rows} texts together: {fastest} is the fastest")
     confirmed = {}
     if confirm is not None:
-        others = [prompt_ids(generator.tokenizer, one.asked) for one in chosen.grouped(confirm, data_dir)[:limit]]
+        others = prompts_of(generator.tokenizer, chosen.grouped(confirm, data_dir)[:limit])
         confirmed = run(f"running the same on {confirm}", others)
         Console().print(f"on {confirm}, {name} reaches {tuning.share_of_best(name, confirmed):.0%} of the best speed")
-    path = output or folder / tuning.FILE
-    write_json(path, asdict(tuning.Tuned(setup, settings, by_rows)))
+    write_json(path := output or folder / tuning.FILE, asdict(tuning.Tuned(setup, settings, tuple(by_rows))))
     Console(stderr=True).print(f"{name} is the fastest; {path} says so", style="dim", highlight=False)
     if json_file is not None:
         about = {"adapter": folder.name, "task": task, "split": split, "dtype": precision, "prompts": len(prompts)}

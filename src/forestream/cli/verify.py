@@ -47,9 +47,7 @@ def verify(
         str | None, typer.Option(help="Take the prompts of a task: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Of the task.  [default: validation]")] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the task's data set; without it it is read from the hub.")
-    ] = None,
+    data_dir: options.DataDir = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How many prompts; all by default.")] = None,
     dtype: options.DTypeName = options.DType.float32,
     margin: Annotated[

@@ -132,8 +132,11 @@ def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = 
         save_file(own, folder / STREAMS, {"format": "pt"})
 
 
-def read_weights(model: StreamingLM, folder: Path) -> None:
+def read_weights(model: StreamingLM, folder: Path, alone: bool = False) -> None:
     """Read into a model that has its LoRA in place what `write_weights` wrote.
+
+    Args:
+        alone: read the LoRA only, for a model without streams; what the folder holds beside it is let be.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or its tensors are not exactly the expected ones.
@@ -141,7 +144,7 @@ def read_weights(model: StreamingLM, folder: Path) -> None:
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
     lora = _tensors(folder / LORA, lora_tensors(model.host))
-    own = _tensors(folder / STREAMS, own_tensors(model))
+    own = {} if alone else _tensors(folder / STREAMS, own_tensors(model))
     set_peft_model_state_dict(model.host, lora)
     for name, part in {"start": model.start, "scorer": model.scorer}.items():
         if part is not None:
@@ -151,6 +154,9 @@ def read_weights(model: StreamingLM, folder: Path) -> None:
 
 def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
     """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
+
+    A joint LoRA is of use whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0
+    streams takes the LoRA alone.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
@@ -168,14 +174,19 @@ def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
             f"base has {base[:12]}; start from an adapter of the same base"
         )
     earlier, wanted = asdict(manifest.config), asdict(model.stream_config)
+    free = {"stream_layers"} if wanted["mode"] == "joint" else set()
+    if wanted["mode"] == "joint" and not wanted["streams"]:
+        free |= set(wanted) - {"mode", "lora_rank", "lora_alpha"}
     if differing := [
-        f"{name} {earlier[name]!r}, not {wanted[name]!r}" for name in wanted if earlier[name] != wanted[name]
+        f"{name} {earlier[name]!r}, not {wanted[name]!r}"
+        for name in wanted
+        if earlier[name] != wanted[name] and name not in free
     ]:
         raise CheckpointError(
             f"{folder} cannot be started from: it was trained with {'; '.join(differing)}; train with its settings, or "
             "start from fresh weights"
         )
-    read_weights(model, folder)
+    read_weights(model, folder, alone=not wanted["streams"])
     digest = hashlib.sha256()
     for name in (LORA, STREAMS):
         digest.update((folder / name).read_bytes())

@@ -242,7 +242,8 @@ def test_a_run_begins_with_the_adapters_weights(tmp_path: Path) -> None:
     ("changes", "wanted"),
     [
         ({"streams": 3}, "it was trained with streams 4, not 3"),
-        ({"stream_layers": 3, "lora_rank": 8}, "it was trained with stream_layers 2, not 3; lora_rank 4, not 8"),
+        ({"stream_layers": 3, "lora_rank": 8}, "it was trained with lora_rank 4, not 8"),
+        ({"streams": 0, "lora_rank": 8}, "it was trained with lora_rank 4, not 8"),
         ({"positions": "same"}, "it was trained with positions 'ahead', not 'same'"),
     ],
 )
@@ -252,6 +253,24 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path, changes: dict[st
     known = fingerprint(base)
     with pytest.raises(CheckpointError, match=f"first cannot be started from: {wanted}"):
         begin_from(trainable(base, **changes), tmp_path / "first", known)
+
+
+@pytest.mark.parametrize("changes", [{"stream_layers": 3}, {"streams": 0}, {"streams": 0, "scorer_rank": 0}])
+def test_a_joint_lora_starts_whatever_streams(tmp_path: Path, changes: dict[str, Any]) -> None:
+    earlier = trained(saved(tmp_path / "first"))
+    base = zoo.HOSTS["llama"]()
+    fresh = trainable(base, seed=9, **changes)
+    known = checkpoint.Manifest.read(tmp_path / "first").base.fingerprint
+    begin_from(fresh, tmp_path / "first", known)
+    for name, parameter in trained(fresh).items():
+        assert torch.equal(parameter, earlier[name].bfloat16().float()), name
+
+
+def test_a_lossless_lora_starts_on_its_own_layers_only(tmp_path: Path) -> None:
+    saved(tmp_path / "first", mode="lossless")
+    known = checkpoint.Manifest.read(tmp_path / "first").base.fingerprint
+    with pytest.raises(CheckpointError, match="it was trained with stream_layers 2, not 3"):
+        begin_from(trainable("llama", mode="lossless", stream_layers=3), tmp_path / "first", known)
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:

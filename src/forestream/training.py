@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import Trainer, TrainingArguments, set_seed
 
 from forestream import checkpoint, processes, runs
+from forestream.bases import usual_dtype
 from forestream.cache import PassCache, StreamCache
 from forestream.compiled import EagerLayers
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
@@ -45,7 +46,8 @@ class TrainConfig(JsonConfig):
         weight_decay: of AdamW, on the LoRA and the scorer; never on the streams' start.
         targets: "completion" has a loss on completion tokens only, "all" on prompt tokens too.
         share: share of the positions with a target that carry streams.
-        dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32.
+        dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32; "auto" is the
+            first where the device multiplies bfloat16 itself, else the second.
         max_length: longer examples are left out, and counted in the report.
         save_every: updates between checkpoints that a run can be resumed from.
         log_every: updates between lines of the log.
@@ -60,7 +62,7 @@ class TrainConfig(JsonConfig):
     learning_rate: float = 1e-3
     warmup: int = 20
     share: float = 1.0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     max_length: int = 1024
     seed: int = 0
     save_every: int = 100
@@ -85,8 +87,14 @@ class TrainConfig(JsonConfig):
         if not isinstance(self.checkpointing, bool):
             raise ConfigError(f"checkpointing is {self.checkpointing!r}; expected true or false")
         in_range("share", self.share, 0.0, 1.0)
-        one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         one_of("layout", self.layout, ("copies", "shards"))
+
+    def on(self, device: str) -> TrainConfig:
+        """The same with the dtype that "auto" is on `device`."""
+        if self.dtype != "auto":
+            return self
+        return replace(self, dtype="bfloat16" if usual_dtype(device) == torch.bfloat16 else "float32")
 
 
 def training_model(base: Any, config: StreamConfig) -> StreamingLM:
@@ -308,6 +316,7 @@ def fit(
         CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
         ConfigError: a launcher announced other processes than there are, or weights are to be sharded in a single one.
     """
+    config = config.on(model.device.type)
     set_seed(config.seed)
     if config.checkpointing:
         model.layers = RecomputedLayers(model.port)

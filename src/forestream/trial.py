@@ -57,7 +57,7 @@ def one_pass(model: StreamingLM, batch: TargetBatch, config: TrainConfig) -> Pas
 
 
 def _precision(model: StreamingLM, config: TrainConfig) -> torch.autocast:
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.on(model.device.type).dtype == "bfloat16")
 
 
 class Trial:

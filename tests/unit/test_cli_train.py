@@ -123,6 +123,17 @@ def test_without_a_recipe_half_of_the_layers_carry_streams(recipe: Path, tmp_pat
     assert Manifest.read(tmp_path / "other").config.stream_layers == 3
 
 
+@pytest.mark.parametrize(("home", "told"), [(True, "bfloat16"), (False, "float32")])
+def test_without_a_dtype_the_machine_decides(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool, told: str
+) -> None:
+    monkeypatch.setattr("forestream.bases.multiplies_bfloat16", lambda: home)
+    done("--recipe", recipe, "--output", tmp_path / "own", "--examples", 8, "training.dtype=auto")
+    record = provenance(tmp_path / "own")
+    assert record["recipe"]["training"]["dtype"] == record["training"]["dtype"] == told
+    assert Manifest.read(tmp_path / "own").base.precision == told
+
+
 def test_a_run_can_start_from_an_adapter(recipe: Path, tmp_path: Path) -> None:
     done("--recipe", recipe, "--output", tmp_path / "first")
     again = ("--recipe", recipe, "--output", tmp_path / "second", "--start-from", tmp_path / "first")

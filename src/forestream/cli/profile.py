@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def profile(
     adapter: options.ShippedAdapter = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -41,6 +41,7 @@ def profile(
 
     Measure on an idle machine. Example: forestream profile --output machine.json
     """
+    dtype = options.dtype_on(device, dtype)
     folder = options.shipped_adapter(adapter)
     generator = options.load_generator(folder, base, dtype, None, device, compile, quantise)
     costs = measure(generator, folder, options.precision(dtype, quantise), device, compile, context)

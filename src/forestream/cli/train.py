@@ -105,7 +105,7 @@ def train(
     ] = None,
     device: options.Device = "cpu",
     dtype: Annotated[
-        options.DType | None, typer.Option(help="Compute dtype; adapter weights stay float32. [default: bfloat16]")
+        options.DType | None, typer.Option(help="Compute dtype; adapter weights stay float32. [default: auto]")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of the example order and the fresh weights. [default: 0]")
@@ -215,7 +215,8 @@ class _Run:
         from forestream.training import collator, ordered, training_model, usable
         from forestream.trial import Trial
 
-        config = recipe.training
+        config = recipe.training.on(options.torch_device(device))
+        recipe = replace(recipe, training=config)
         self.told = None if answers is None else AnswerSettings.read(answers, recipe.task)
         rows = get_task(recipe.task).examples("train" if self.told is None else self.told.split, data_dir)
         host, tokenizer = load_base(recipe.base, options.torch_dtype(options.DType(config.dtype)))

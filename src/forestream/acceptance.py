@@ -37,8 +37,8 @@ class Trace:
     Attributes:
         tokens: the text behind the prompt, its first token included.
         ids: candidates, best first, exact ties to the lowest id.
-        log_probs: their log-probabilities, normalised over the whole vocabulary.
-        vocabulary: V, tokens that the streams chose from.
+        log_probs: their log-probabilities, normalised over all that the streams chose from.
+        vocabulary: tokens that the streams chose from: V, or those of the draft vocabulary.
         limit: the cap under which the text was written; larger than T if the text ended by itself.
 
     Raises:
@@ -131,9 +131,10 @@ def record(
     states = output.streams[0].transpose(0, 1).flatten(0, 1)  # streams of token 0, then of token 1, ...
     ids: list[list[int]] = []
     log_probs: list[list[float]] = []
+    known = None if model.vocabulary is None else model.vocabulary.ids
     for rows in states.split(ROWS):
-        logits = model.logits(rows)
-        best, scores = best_tokens(logits, candidates)
+        logits = model.draft_logits(rows)
+        best, scores = best_tokens(logits, candidates, known)
         ids += best
         log_probs += scores
     return Trace(

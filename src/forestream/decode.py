@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -45,7 +46,8 @@ def decode(
         prompt: token ids, at least one, to go on from greedily; or a request that says more.
         settings: shape of the draft trees, and the cap on tokens.
         eos: ids that end the text; they are yielded.
-        drafter: replaces the one that `settings` name; its trees must not be larger than theirs.
+        drafter: replaces the one that `settings` name; its trees must not be larger than theirs. It is handed logits
+            of all V tokens, minus infinity at those that the draft vocabulary leaves out.
         memory: what is known from earlier texts, and will be of this one.
 
     Raises:
@@ -88,7 +90,7 @@ def decode_batch(
         if memory is not None:
             memory.check(rows[0].text)
         plan = plans[schedule.least(len(rows))]
-        offered = [_draft(plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
+        offered = [_draft(model, plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
         streams = plan.streams if any(row.left > 1 for row in rows) else 0
         checked = check(model, offered, cache, streams, plan.settings, plan.keep)
         with torch.inference_mode():
@@ -133,7 +135,18 @@ class Plan:
         if keep is not None and streams and model.scorer is None:
             raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
         slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
-        return Plan(settings, streams, keep, drafter or drafter_for(settings), max(slots, streams + 1))
+        return Plan(settings, streams, keep, _drafter(model, settings, drafter), max(slots, streams + 1))
+
+
+def _drafter(model: StreamingLM, settings: DecodeSettings, given: Drafter | None) -> Drafter:
+    """What makes trees out of the logits of the model's draft vocabulary."""
+    own, vocabulary = drafter_for(settings), model.vocabulary
+    if vocabulary is None:
+        return given or own
+    if given is None:
+        return partial(own, ids=vocabulary.ids)
+    # Whoever wrote it counts on columns being tokens.
+    return lambda text, logits: given(text, vocabulary.spread(logits))
 
 
 @dataclass(frozen=True)
@@ -197,8 +210,10 @@ def commit(model: StreamingLM, checked: Checked, verdicts: Sequence[Verdict], ca
 @torch.inference_mode()
 def stream_logits(
     model: StreamingLM, checked: Checked, places: Sequence[tuple[int, int]], streams: int, cache: StreamCache
-) -> Float[Tensor, "B G V"]:
+) -> Float[Tensor, "B G K"]:
     """Logits of the accepted nodes' streams: picked out of the pass (fused) or computed behind it (deferred).
+
+    Their columns are the tokens of the model's draft vocabulary, all V without one.
 
     Args:
         places: row of the pass and node of its surviving tree, for every row of `cache`.
@@ -207,14 +222,14 @@ def stream_logits(
         return checked.logits[: len(places), :0]
     rows, nodes = map(list, zip(*places, strict=True))
     if checked.streams.shape[1] >= streams:
-        return model.logits(checked.streams[rows, :, nodes][:, :streams])
-    return model.logits(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
+        return model.draft_logits(checked.streams[rows, :, nodes][:, :streams])
+    return model.draft_logits(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
 
 
-def _draft(plan: Plan, row: Row, logits: Float[Tensor, "G V"]) -> DraftTree:
+def _draft(model: StreamingLM, plan: Plan, row: Row, logits: Float[Tensor, "G K"]) -> DraftTree:
     # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
     depth = min(plan.streams, row.left - 1)
-    return row.legal(plan.draft(row.text, row.mirrored(logits[:depth])))
+    return row.legal(plan.draft(row.text, row.mirrored(logits[:depth], model.vocabulary)))
 
 
 def _going(model: StreamingLM, rows: Sequence[Row], cache: StreamCache) -> list[int]:

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,6 +62,12 @@ class Drafter(Protocol):
 class RankDrafter(Drafter, Protocol):
     """A drafter that looks at nothing but the best candidates of each stream, so that a record of them is enough."""
 
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        """As of any drafter, where the columns of `logits` are all V tokens, or those that `ids` names in order."""
+        ...
+
     @property
     def width(self) -> int:
         """Most candidates of a stream that a tree can take."""
@@ -85,8 +91,10 @@ class FullTree:
     def width(self) -> int:
         return self.k
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], best_ids(logits, self.k), ())
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], best_ids(logits, self.k, ids), ())
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         k = len(ids[0]) if ids else self.k
@@ -100,7 +108,8 @@ class FullTree:
 class BudgetTree:
     """The `nodes` nodes (root included) with the largest product of stream probabilities.
 
-    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right.
+    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right. With a
+    draft vocabulary, probabilities are relative to it.
     """
 
     nodes: int
@@ -109,8 +118,10 @@ class BudgetTree:
     def width(self) -> int:
         return self.nodes - 1
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], *best_tokens(logits, self.width))
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], *best_tokens(logits, self.width, ids))
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         depth = len(ids)
@@ -182,8 +193,10 @@ class StaticTree:
     def width(self) -> int:
         return max(self.ranks[1:], default=-1) + 1
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], best_ids(logits[: self.depth], self.width), ())
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], best_ids(logits[: self.depth], self.width, ids), ())
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         tree = self.cut(len(ids), len(ids[0]) if ids else 0)
@@ -218,8 +231,22 @@ STRIPES = 1024
 """Into so many sets of tokens a vocabulary is dealt out for ranking it."""
 
 
-def best_ids(logits: Float[Tensor, "G V"], k: int) -> list[list[int]]:
-    """Ids of the k best tokens per row, or of all V if there are fewer: best first, exact ties to the lowest id."""
+def best_ids(logits: Float[Tensor, "G K"], k: int, ids: Int[Tensor, " K"] | None = None) -> list[list[int]]:
+    """Ids of the k best tokens per row, or of all if there are fewer: best first, exact ties to the lowest id.
+
+    Args:
+        ids: the tokens that the columns are of, in increasing order; None where they are all V.
+    """
+    columns = _best_columns(logits, k)
+    return columns if ids is None else _named(columns, ids)
+
+
+def _named(columns: list[list[int]], ids: Int[Tensor, " K"]) -> list[list[int]]:
+    named: list[list[int]] = ids[torch.tensor(columns, dtype=torch.long, device=ids.device)].tolist()
+    return named
+
+
+def _best_columns(logits: Float[Tensor, "G K"], k: int) -> list[list[int]]:
     rows, vocabulary = logits.shape
     k = min(k, vocabulary)
     if not rows or not k:
@@ -236,23 +263,25 @@ def best_ids(logits: Float[Tensor, "G V"], k: int) -> list[list[int]]:
     values = dealt[row, :, stripe]
     some, place = (values >= least[row]).nonzero(as_tuple=True)
     found: list[list[tuple[float, int]]] = [[] for _ in range(rows)]
-    ids = (place * stripes + stripe[some]).tolist()
-    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), ids, strict=True):
+    columns = (place * stripes + stripe[some]).tolist()
+    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), columns, strict=True):
         found[owner].append((-value, token))
     return [[token for _, token in sorted(candidates)[:k]] for candidates in found]
 
 
-def best_tokens(logits: Float[Tensor, "G V"], k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """`best_ids`, and the log-probabilities of these tokens."""
-    ids = best_ids(logits, k)
-    if not ids or not ids[0]:
-        return ids, [[] for _ in ids]
+def best_tokens(
+    logits: Float[Tensor, "G K"], k: int, ids: Int[Tensor, " K"] | None = None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """`best_ids`, and the log-probabilities of these tokens, relative to those that there are columns of."""
+    columns = _best_columns(logits, k)
+    if not columns or not columns[0]:
+        return columns, [[] for _ in columns]
     logits = logits.float()
-    places = torch.tensor(ids, device=logits.device)
+    places = torch.tensor(columns, device=logits.device)
     values = logits.gather(1, places)
     # The same as logsumexp, in half the time.
     norms = values[:, :1] - logits.log_softmax(dim=1).gather(1, places[:, :1])
-    return ids, (values - norms).tolist()
+    return columns if ids is None else _named(columns, ids), (values - norms).tolist()
 
 
 def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree | StaticTree:

@@ -43,7 +43,7 @@ class Begun:
     numbers: list[int]
     steps: list[Step]
     cache: StreamCache
-    streams: list[Float[Tensor, "G V"]]
+    streams: list[Float[Tensor, "G K"]]
 
 
 def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
@@ -91,8 +91,10 @@ def _strange(model: StreamingLM, ids: Sequence[int]) -> int | None:
 @torch.inference_mode()
 def prompt_pass(
     model: StreamingLM, prompt: Sequence[int], streams: int, cache: StreamCache, chunk: int | None = None
-) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G V"]]:
+) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G K"]]:
     """Commit the prompt behind what `cache` holds of it; return logits of its last token, and of that token's streams.
+
+    The latter's columns are the tokens of the model's draft vocabulary, all V without one.
 
     Args:
         chunk: most tokens in one pass; None takes all at once.
@@ -110,7 +112,8 @@ def prompt_pass(
         cache.advance(len(piece))
     if output is None:
         raise PromptError("nothing of the prompt is left to read; at least its last token must be")
-    return model.logits(output.main[:, -1]), model.logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+    ahead = model.draft_logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+    return model.logits(output.main[:, -1]), ahead
 
 
 def begin(

@@ -70,7 +70,7 @@ class Trial:
         self.sizes = Sizes.of(model, config.checkpointing)
         self.terms = loss.weights(model.stream_config.streams, model.scorer is not None)
         self.batches = batches_of(data, config.batch_size)
-        self.rows = [rows_of(batch, collate, "scorer" in self.terms) for batch in self.batches]
+        self.rows = [rows_of(batch, collate, "scorer" in self.terms, model.vocabulary) for batch in self.batches]
 
     def counted(self) -> Plan:
         """Without running anything."""

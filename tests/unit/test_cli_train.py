@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import tiny
-from forestream.checkpoint import PROVENANCE, STREAMS, Manifest
+from forestream.checkpoint import PROVENANCE, STREAMS, VOCABULARY, Manifest
 from forestream.cli import app
 from forestream.cli.train import train
 from forestream.objective import LossConfig
@@ -75,6 +75,19 @@ def test_a_recipe_is_trained_and_recorded_whole(recipe: Path, tmp_path: Path) ->
     assert re.search(r"3 passes in 3 updates; a pass has \d{3} main and \d{3} stream slots on average, 0% of", output)
     assert "  positions: same\n" in output
     assert "  learning_rate: 0.002\n" in output
+
+
+def test_a_draft_vocabulary_is_written_with_the_adapter(recipe: Path, tmp_path: Path) -> None:
+    output = done("--recipe", recipe, "--output", tmp_path / "own", "training.draft_vocabulary=7")
+    assert load_file(tmp_path / "own" / STREAMS)[VOCABULARY].shape == (7,)
+    record = provenance(tmp_path / "own")
+    assert record["vocabulary"] == {"size": 7, "of": 98}
+    assert record["recipe"]["training"]["draft_vocabulary"] == 7
+    assert "draft_vocabulary: 7" in output
+    assert "Its streams draft 7 of 98 tokens" in (tmp_path / "own" / "README.md").read_text()
+    begun = ("--output", tmp_path / "on", "start_from=" + str(tmp_path / "own"), "training.draft_vocabulary=0")
+    done("--recipe", recipe, *begun)
+    assert VOCABULARY not in load_file(tmp_path / "on" / STREAMS)
 
 
 def test_options_go_before_changes_and_changes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
 from forestream.cli.train_scorer import train_scorer
+from forestream.cli.trim import trim
 from forestream.cli.tune import tune
 from forestream.cli.verify import verify
 from forestream.errors import ForestreamError
@@ -64,6 +65,7 @@ app.command("inspect")(inspect_adapter)
 app.command()(distill)
 app.command()(train)
 app.command("train-scorer")(train_scorer)
+app.command()(trim)
 app.command()(evaluate)
 app.command()(bench)
 app.command()(verify)

@@ -209,7 +209,7 @@ class _Run:
 
         from forestream import checkpoint
         from forestream.bases import fingerprint, load_base
-        from forestream.data import template_of
+        from forestream.data import restrict_drafts, template_of
         from forestream.distillation import AnswerSettings
         from forestream.tasks import get_task
         from forestream.training import collator, ordered, training_model, usable
@@ -235,10 +235,10 @@ class _Run:
             self.started_from = checkpoint.begin_from(self.model, Path(recipe.start_from), self.origin.fingerprint)
         self.examples = _tokens(tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples)
         self.pad: int = tokenizer.eos_token_id
+        used = usable(self.examples, config)
+        restrict_drafts(self.model, used, self.pad, config.draft_vocabulary)
         collate = collator(recipe.streams.streams, self.pad, config)
-        self.trial: Trial = Trial(
-            self.model, ordered(usable(self.examples, config), config, self.pad), collate, config, recipe.loss
-        )
+        self.trial: Trial = Trial(self.model, ordered(used, config, self.pad), collate, config, recipe.loss)
         self.report: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:

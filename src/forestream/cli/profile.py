@@ -72,12 +72,14 @@ def measure(
 def _table(costs: Profile) -> Table:
     title = f"{costs.model}, {costs.dtype}, compile {costs.compile}, {costs.processor}, {costs.threads} threads"
     table = Table(title=title, box=SIMPLE_HEAD, caption_justify="left")
-    for heading in ("rows", "layer, ms", "head, ms", "whole pass, ms", "of one row"):
+    drafts = costs.draft_head
+    heads = ("head, ms", "draft head, ms") if drafts else ("head, ms",)
+    for heading in ("rows", "layer, ms", *heads, "whole pass, ms", "of one row"):
         table.add_column(heading, justify="right")
     whole = {rows: costs.layers * costs.layer(rows) + costs.head(rows) for rows, _ in costs.layer.points}
     first = next(iter(whole.values()))
     for rows, seconds in costs.layer.points:
-        cells = (1e3 * seconds, 1e3 * costs.head(rows), 1e3 * whole[rows])
+        cells = (1e3 * seconds, 1e3 * costs.head(rows), *([1e3 * drafts(rows)] if drafts else []), 1e3 * whole[rows])
         table.add_row(str(rows), *(f"{cell:.2f}" for cell in cells), f"{whole[rows] / first:.2f}")
     table.caption = (
         f"Around a plain pass {1e3 * costs.overhead:.1f} ms; drafting, verifying and committing "

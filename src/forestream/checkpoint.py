@@ -1,7 +1,7 @@
 """An adapter folder: the LoRA as PEFT writes it, the streams and scorer beside it, and what they were made for.
 
 adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also loads in PEFT alone
-streams.safetensors                              P_j, the optional start map, exit scorer and draft vocabulary
+streams.safetensors                              P_j; start map, exit scorer, draft vocabulary and path sampler, if any
 forestream.json                                  format, StreamConfig, base model and its fingerprint
 provenance.json                                  command, commit, versions, machine
 README.md                                        the model card, written from the provenance
@@ -40,7 +40,9 @@ from forestream.vocabulary import DraftVocabulary
 
 FORMAT = 1
 VOCABULARY = "vocabulary.ids"
-"""The one tensor of `STREAMS` that may be missing: without it, streams draft any token."""
+"""A tensor of `STREAMS` that may be missing: without it, streams draft any token."""
+SAMPLER = ("sampler.state", "sampler.token", "sampler.up")
+"""Tensors of `STREAMS` that may be missing together: without them, streams draft by themselves."""
 LORA, STREAMS, MANIFEST, PROVENANCE = (
     "adapter_model.safetensors",
     "streams.safetensors",
@@ -102,8 +104,8 @@ class Manifest:
 
 
 def own_tensors(model: StreamingLM) -> dict[str, Tensor]:
-    """Everything of an adapter beside its LoRA, by name: start.* and scorer.*, and the draft vocabulary."""
-    parts = {"start": model.start, "scorer": model.scorer}
+    """Everything of an adapter beside its LoRA, by name: start.*, scorer.* and sampler.*, and the draft vocabulary."""
+    parts = {"start": model.start, "scorer": model.scorer, "sampler": model.sampler}
     trained = {
         f"{name}.{key}": tensor.detach()
         for name, part in parts.items()
@@ -149,11 +151,12 @@ def read_weights(model: StreamingLM, folder: Path, alone: bool = False) -> None:
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
     lora = _tensors(folder / LORA, lora_tensors(model.host))
-    own = {} if alone else _tensors(folder / STREAMS, own_tensors(model), (VOCABULARY,))
+    own = {} if alone else _tensors(folder / STREAMS, own_tensors(model), (VOCABULARY, *SAMPLER))
     if not alone:
         _restrict(model, folder / STREAMS, own.get(VOCABULARY))
+        _sample(model, folder / STREAMS, {name: own[name] for name in SAMPLER if name in own})
     set_peft_model_state_dict(model.host, lora)
-    for name, part in {"start": model.start, "scorer": model.scorer}.items():
+    for name, part in {"start": model.start, "scorer": model.scorer, "sampler": model.sampler}.items():
         if part is not None:
             prefix = f"{name}."
             part.load_state_dict({k.removeprefix(prefix): t for k, t in own.items() if k.startswith(prefix)})
@@ -167,11 +170,25 @@ def _restrict(model: StreamingLM, path: Path, ids: Tensor | None) -> None:
         raise CheckpointError(f"{path} holds no draft vocabulary for this base: {error}") from error
 
 
+def _sample(model: StreamingLM, path: Path, found: dict[str, Tensor]) -> None:
+    """Give `model` a path sampler of the size that `path` holds, or none."""
+    if not found:
+        model.sampler = None
+        return
+    width = found[SAMPLER[-1]].shape[0] if SAMPLER[-1] in found else 0
+    if model.sampler is None or model.sampler.width != width:  # one that is under training stays the optimizer's
+        model.add_sampler(width)
+    expected = {name: tensor for name, tensor in own_tensors(model).items() if name in SAMPLER}
+    if any(name not in found or found[name].shape != tensor.shape for name, tensor in expected.items()):
+        raise CheckpointError(f"{path} holds a path sampler that does not fit this base, or a part of one")
+
+
 def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
     """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
 
     A joint LoRA is of use whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0
-    streams takes the LoRA alone. Its draft vocabulary is not taken: the model keeps its own.
+    streams takes the LoRA alone. Its draft vocabulary and path sampler are not taken: the model keeps its own
+    vocabulary, and a sampler is to be trained for the streams that there will be.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
@@ -204,6 +221,7 @@ def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
     vocabulary = model.vocabulary
     read_weights(model, folder, alone=not wanted["streams"])
     model.restrict(vocabulary)
+    model.sampler = None
     digest = hashlib.sha256()
     for name in (LORA, STREAMS):
         digest.update((folder / name).read_bytes())

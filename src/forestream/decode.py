@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,6 +18,7 @@ from forestream.errors import ConfigError
 from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.paths import Paths
 from forestream.prefill import begin
 from forestream.pruning import Keep, edge_scores, keep_rule
 from forestream.requests import Request
@@ -90,7 +91,7 @@ def decode_batch(
         if memory is not None:
             memory.check(rows[0].text)
         plan = plans[schedule.least(len(rows))]
-        offered = [_draft(model, plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
+        offered = [_draft(plan, row, ahead) for row, ahead in zip(rows, drafts, strict=True)]
         streams = plan.streams if any(row.left > 1 for row in rows) else 0
         checked = check(model, offered, cache, streams, plan.settings, plan.keep)
         with torch.inference_mode():
@@ -101,9 +102,9 @@ def decode_batch(
         if any(rows[i].left > 1 for i in going):
             wanted = plans[schedule.least(len(going))].streams
             places = [(i, verdicts[i].path[-1]) for i in going]
-            drafts = list(stream_logits(model, checked, places, wanted, cache))
+            drafts = list(look_ahead(model, checked, places, wanted, cache))
         else:
-            drafts = [logits[:0] for logits in drafts[: len(going)]]
+            drafts = [ahead[:0] for ahead in drafts[: len(going)]]
         seconds = (perf_counter() - began) / len(rows)
         yield [
             (number, _step(tree, kept, verdict, seconds, row, scores))
@@ -121,7 +122,7 @@ class Plan:
     settings: DecodeSettings
     streams: int
     keep: Keep | None
-    draft: Drafter
+    draft: Callable[[Row, Tensor], DraftTree]
     slots: int
 
     @staticmethod
@@ -138,15 +139,23 @@ class Plan:
         return Plan(settings, streams, keep, _drafter(model, settings, drafter), max(slots, streams + 1))
 
 
-def _drafter(model: StreamingLM, settings: DecodeSettings, given: Drafter | None) -> Drafter:
-    """What makes trees out of the logits of the model's draft vocabulary."""
+def _drafter(
+    model: StreamingLM, settings: DecodeSettings, given: Drafter | None
+) -> Callable[[Row, Float[Tensor, "G X"]], DraftTree]:
+    """What makes a text's tree out of what `StreamingLM.ahead` made of its streams."""
     own, vocabulary = drafter_for(settings), model.vocabulary
-    if vocabulary is None:
-        return given or own
-    if given is None:
-        return partial(own, ids=vocabulary.ids)
-    # Whoever wrote it counts on columns being tokens.
-    return lambda text, logits: given(text, vocabulary.spread(logits))
+
+    def draft(row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
+        law = partial(row.mirrored, vocabulary=vocabulary)
+        if model.sampler is not None and given is None:
+            return own.follow(row.text[-1], Paths(model, ahead, law))
+        logits = law(ahead if model.sampler is None else model.draft_logits(ahead))
+        if given is None:
+            return own(row.text, logits, None if vocabulary is None else vocabulary.ids)
+        # Whoever wrote it counts on columns being tokens.
+        return given(row.text, logits if vocabulary is None else vocabulary.spread(logits))
+
+    return draft
 
 
 @dataclass(frozen=True)
@@ -208,12 +217,10 @@ def commit(model: StreamingLM, checked: Checked, verdicts: Sequence[Verdict], ca
 
 
 @torch.inference_mode()
-def stream_logits(
+def look_ahead(
     model: StreamingLM, checked: Checked, places: Sequence[tuple[int, int]], streams: int, cache: StreamCache
-) -> Float[Tensor, "B G K"]:
-    """Logits of the accepted nodes' streams: picked out of the pass (fused) or computed behind it (deferred).
-
-    Their columns are the tokens of the model's draft vocabulary, all V without one.
+) -> Float[Tensor, "B G X"]:
+    """What `StreamingLM.ahead` makes of the accepted nodes' streams: out of the pass (fused) or behind it (deferred).
 
     Args:
         places: row of the pass and node of its surviving tree, for every row of `cache`.
@@ -222,14 +229,14 @@ def stream_logits(
         return checked.logits[: len(places), :0]
     rows, nodes = map(list, zip(*places, strict=True))
     if checked.streams.shape[1] >= streams:
-        return model.draft_logits(checked.streams[rows, :, nodes][:, :streams])
-    return model.draft_logits(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
+        return model.ahead(checked.streams[rows, :, nodes][:, :streams])
+    return model.ahead(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
 
 
-def _draft(model: StreamingLM, plan: Plan, row: Row, logits: Float[Tensor, "G K"]) -> DraftTree:
+@torch.inference_mode()
+def _draft(plan: Plan, row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
     # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
-    depth = min(plan.streams, row.left - 1)
-    return row.legal(plan.draft(row.text, row.mirrored(logits[:depth], model.vocabulary)))
+    return row.legal(plan.draft(row, ahead[: min(plan.streams, row.left - 1)]))
 
 
 def _going(model: StreamingLM, rows: Sequence[Row], cache: StreamCache) -> list[int]:

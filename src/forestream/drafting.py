@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -43,9 +43,13 @@ class DraftTree:
         return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep))
 
 
+# Tokens behind the root; the candidates behind a path with their log-probabilities, best first.
+Path = tuple[int, ...]
+Candidates = tuple[Sequence[int], Sequence[float]]
+
 # A branch that may come next: -log p of its path, its tokens (they break ties), log p of the parent's path, the parent,
 # and its rank among the tokens of its stream.
-Branch = tuple[float, tuple[int, ...], float, int, int]
+Branch = tuple[float, Path, float, int, int]
 
 
 class Drafter(Protocol):
@@ -80,6 +84,27 @@ class RankDrafter(Drafter, Protocol):
         """
         ...
 
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        """The same, where what a stream foretells depends on the token that a path has before it."""
+        ...
+
+
+class Ahead(Protocol):
+    """What streams foretell along paths, asked level by level: of stream `level` + 1, behind each of `tokens`."""
+
+    @property
+    def depth(self) -> int:
+        """Streams that may be used."""
+        ...
+
+    def ids(self, level: int, tokens: Sequence[int], k: int) -> list[list[int]]:
+        """The k best tokens behind each, as `best_ids`."""
+        ...
+
+    def scored(self, level: int, tokens: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """These, and their log-probabilities, as `best_tokens`."""
+        ...
+
 
 @dataclass(frozen=True)
 class FullTree:
@@ -103,13 +128,22 @@ class FullTree:
             tokens += [*best] * k**level
         return DraftTree(_full(len(ids), k), tuple(tokens))
 
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        tokens, level = [root], [root]
+        k = self.k
+        for depth in range(ahead.depth):
+            best = ahead.ids(depth, level, self.k)
+            level, k = [token for own in best for token in own], len(best[0])
+            tokens += level
+        return DraftTree(_full(ahead.depth, k), tuple(tokens))
+
 
 @dataclass(frozen=True)
 class BudgetTree:
     """The `nodes` nodes (root included) with the largest product of stream probabilities.
 
-    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right. With a
-    draft vocabulary, probabilities are relative to it.
+    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right; with a
+    path sampler they do. With a draft vocabulary, probabilities are relative to it.
     """
 
     nodes: int
@@ -124,23 +158,41 @@ class BudgetTree:
         return self.grow(text[-1], *best_tokens(logits, self.width, ids))
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
-        depth = len(ids)
+        rows = list(zip(ids, log_probs, strict=True))
+        return self._best_first(root, len(ids), lambda path: rows[len(path)])
+
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        known: dict[Path, Candidates] = {}
+        beam: list[tuple[float, Path]] = [(0.0, ())]
+        # A path among the best `nodes` of all is among the best `nodes` of its length: only these are asked about.
+        for depth in range(ahead.depth if self.nodes > 1 else 0):
+            best = ahead.scored(depth, [path[-1] if path else root for _, path in beam], self.width)
+            longer = []
+            for (cost, path), own in zip(beam, zip(*best, strict=True), strict=True):
+                known[path] = own
+                longer += [(cost - log_prob, (*path, token)) for token, log_prob in zip(*own, strict=True)]
+            beam = heapq.nsmallest(self.width, longer)
+        return self._best_first(root, ahead.depth, known.__getitem__)
+
+    def _best_first(self, root: int, depth: int, behind: Callable[[Path], Candidates]) -> DraftTree:
+        """The best nodes, where `behind` tells the candidates behind a path, best first."""
         parents, tokens = [-1], [root]
         if depth and self.nodes > 1:
-            # Best first: taking a node offers its first child and its next sibling, neither of which scores higher.
-            heap: list[Branch] = [(-log_probs[0][0], (ids[0][0],), 0.0, 0, 0)]
+            # Taking a node offers its first child and its next sibling, neither of which scores higher.
+            ids, log_probs = behind(())
+            heap: list[Branch] = [(-log_probs[0], (ids[0],), 0.0, 0, 0)]
             while heap and len(tokens) < self.nodes:
                 cost, path, above, parent, rank = heapq.heappop(heap)
-                level = len(path) - 1
                 node = len(tokens)
                 parents.append(parent)
                 tokens.append(path[-1])
-                if rank + 1 < len(ids[level]):
-                    sibling = (*path[:-1], ids[level][rank + 1])
-                    heapq.heappush(heap, (-(above + log_probs[level][rank + 1]), sibling, above, parent, rank + 1))
-                if level + 1 < depth:
-                    child = (*path, ids[level + 1][0])
-                    heapq.heappush(heap, (cost - log_probs[level + 1][0], child, -cost, node, 0))
+                ids, log_probs = behind(path[:-1])
+                if rank + 1 < len(ids):
+                    sibling = (*path[:-1], ids[rank + 1])
+                    heapq.heappush(heap, (-(above + log_probs[rank + 1]), sibling, above, parent, rank + 1))
+                if len(path) < depth and len(tokens) < self.nodes:
+                    ids, log_probs = behind(path)
+                    heapq.heappush(heap, (cost - log_probs[0], (*path, ids[0]), -cost, node, 0))
         return DraftTree(Topology(tuple(parents)), tuple(tokens))
 
 
@@ -201,6 +253,23 @@ class StaticTree:
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         tree = self.cut(len(ids), len(ids[0]) if ids else 0)
         return DraftTree(tree.topology, (root, *[ids[level][rank] for level, rank in tree._sources]))
+
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        tree, tokens = self.cut(ahead.depth, self.width), {0: root}
+        for depth, parents in enumerate(tree._inner):
+            best = ahead.ids(depth, [tokens[node] for node in parents], tree.width)
+            if len(best[0]) < tree.width:
+                return self.cut(ahead.depth, len(best[0])).follow(root, ahead)
+            for node, own in zip(parents, best, strict=True):
+                tokens |= {child: own[tree.ranks[child]] for child in tree.topology.children[node]}
+        return DraftTree(tree.topology, tuple(tokens[node] for node in range(len(tree.topology))))
+
+    @cached_property
+    def _inner(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes with children, level by level."""
+        topology = self.topology
+        inner = [node for node, children in enumerate(topology.children) if children]
+        return tuple(tuple(node for node in inner if topology.depths[node] == depth) for depth in range(self.depth))
 
     @cached_property
     def _sources(self) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ from forestream.masks import additive
 from forestream.packing import Pack
 from forestream.ports import LayerInputs, Rotary, port_for
 from forestream.pruning import ExitScorer
-from forestream.streams import SlotGate, StreamStart, rotate_values
+from forestream.streams import PathSampler, SlotGate, StreamStart, rotate_values
 from forestream.topology import Topology
 from forestream.vocabulary import DraftVocabulary
 
@@ -75,6 +75,7 @@ class StreamingLM(nn.Module):
         self.scorer = ExitScorer(self.port.hidden_size, config.scorer_rank) if self._scored() else None
         self.vocabulary: DraftVocabulary | None = None
         self.draft_head: nn.Module | None = None
+        self.sampler: PathSampler | None = None
         self.gate: SlotGate | None = None
         self.layers: EagerLayers = EagerLayers(self.port)
         own = next(base.parameters())
@@ -191,6 +192,22 @@ class StreamingLM(nn.Module):
         """Logits of stream states: the host's final norm, and the head's rows of the draft vocabulary, or all of it."""
         logits: Tensor = self.port.head(self.port.finish(states), self.draft_head)
         return logits
+
+    def ahead(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows X"]:
+        """What drafts are made of: logits of stream states, or with a path sampler the states, which need a path."""
+        return states if self.sampler is not None else self.draft_logits(states)
+
+    def add_sampler(self, width: int) -> None:
+        """Put a fresh path sampler in, which changes nothing until it is trained."""
+        weight = self.port.model.get_input_embeddings().weight
+        self.sampler = PathSampler(self.port.hidden_size, weight.shape[1], width).to(self.device)
+
+    def behind(self, states: Float[Tensor, "*rows D"], tokens: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows D"]:
+        """Final states of streams once `tokens` stand before what they foretell; as they are without a path sampler."""
+        if self.sampler is None:
+            return states
+        sampled: Tensor = self.sampler(states, self.port.model.get_input_embeddings()(tokens))
+        return sampled
 
     def exit_logits(self, trunk: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """What the exit scorer thinks comes after each state, long before the last layer.

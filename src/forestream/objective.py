@@ -138,8 +138,8 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + config.chunk)
             targets, teachers = rows.targets[part], rows.teachers[part]
             taught = teachers >= 0
-            with torch.enable_grad():
-                piece = states[part].detach().requires_grad_()
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                piece = states[part].detach().requires_grad_(ctx.needs_input_grad[0])
                 logits = head(piece).float()
                 entropy = functional.cross_entropy(logits, targets, reduction="none")
                 divergence = torch.zeros_like(entropy)
@@ -148,7 +148,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     kl = functional.kl_div(own, law, reduction="none", log_target=True).sum(-1)
                     divergence = divergence.masked_scatter(taught, kl)
                 loss = torch.where(taught, torch.lerp(entropy, divergence, config.softness), entropy)
-                (gradient[part],) = torch.autograd.grad((loss * rows.scales[part]).sum(), piece)
+                if ctx.needs_input_grad[0]:
+                    (gradient[part],) = torch.autograd.grad((loss * rows.scales[part]).sum(), piece)
             losses[part], hard[part], soft[part] = loss.detach(), entropy.detach(), divergence.detach()
             hits[part] = logits.detach().argmax(-1) == targets
         ctx.save_for_backward(gradient)
@@ -214,6 +215,14 @@ def draft_targets(batch: TargetBatch, vocabulary: DraftVocabulary | None) -> Int
     return columns.masked_fill(columns == OUTSIDE, IGNORED)
 
 
+def tokens_before(batch: TargetBatch, stream: int) -> Int[Tensor, "B C"]:
+    """The token before the one that `stream` foretells from each carrier; any where there is no target."""
+    if stream > 1:
+        return batch.stream_targets[:, stream - 2].clamp(min=0)
+    ends = batch.ids.shape[1] - 1
+    return batch.ids.gather(1, (batch.carriers + 1).clamp(max=ends))
+
+
 def count_targets(batch: TargetBatch, vocabulary: DraftVocabulary | None = None) -> Int[Tensor, " terms"]:
     """How many targets with a loss the main stream has, then each of the streams 1..G.
 
@@ -248,8 +257,8 @@ def joint_loss(
     targets, ahead = draft_targets(batch, vocabulary), {}
     for j in range(output.streams.shape[1]):
         teachers = _teachers(batch, output.main.shape[1], j + 1) if config.softness else None
-        name = f"stream_{j + 1}"
-        ahead[name] = _Rows.of(weights[name] / counted[j + 1], output.streams[:, j], targets[:, j], teachers)
+        name, states = f"stream_{j + 1}", model.behind(output.streams[:, j], tokens_before(batch, j + 1))
+        ahead[name] = _Rows.of(weights[name] / counted[j + 1], states, targets[:, j], teachers)
     last = {}
     if model.scorer is not None and "scorer" in weights:
         scored = model.scorer(gather_rows(output.trunk, batch.rows).detach())

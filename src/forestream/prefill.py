@@ -36,14 +36,14 @@ class Begun:
         numbers: the request that each row belongs to.
         steps: what the prompt passes yielded, per row.
         cache: a row for each of them.
-        streams: logits of the streams of the prompts' last tokens, per row.
+        streams: what the streams of the prompts' last tokens draft from, per row: see `StreamingLM.ahead`.
     """
 
     rows: list[Row]
     numbers: list[int]
     steps: list[Step]
     cache: StreamCache
-    streams: list[Float[Tensor, "G K"]]
+    streams: list[Float[Tensor, "G X"]]
 
 
 def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
@@ -91,10 +91,10 @@ def _strange(model: StreamingLM, ids: Sequence[int]) -> int | None:
 @torch.inference_mode()
 def prompt_pass(
     model: StreamingLM, prompt: Sequence[int], streams: int, cache: StreamCache, chunk: int | None = None
-) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G K"]]:
-    """Commit the prompt behind what `cache` holds of it; return logits of its last token, and of that token's streams.
+) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G X"]]:
+    """Commit the prompt behind what `cache` holds of it; return logits of its last token, and what its streams say.
 
-    The latter's columns are the tokens of the model's draft vocabulary, all V without one.
+    The latter is what `StreamingLM.ahead` makes of them.
 
     Args:
         chunk: most tokens in one pass; None takes all at once.
@@ -112,7 +112,7 @@ def prompt_pass(
         cache.advance(len(piece))
     if output is None:
         raise PromptError("nothing of the prompt is left to read; at least its last token must be")
-    ahead = model.draft_logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+    ahead = model.ahead(output.streams[0, :, 0]) if streams else output.main[0, :0]
     return model.logits(output.main[:, -1]), ahead
 
 

@@ -24,6 +24,7 @@ from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
+from forestream.cli.train_sampler import train_sampler
 from forestream.cli.train_scorer import train_scorer
 from forestream.cli.trim import trim
 from forestream.cli.tune import tune
@@ -65,6 +66,7 @@ app.command("inspect")(inspect_adapter)
 app.command()(distill)
 app.command()(train)
 app.command("train-scorer")(train_scorer)
+app.command("train-sampler")(train_sampler)
 app.command()(trim)
 app.command()(evaluate)
 app.command()(bench)

@@ -37,7 +37,7 @@ def render(
     """
     source = _source(made)
     sections = [
-        f"# {name}\n\n{_what(config, base)}{_drafts(made.get('vocabulary') or {})}",
+        f"# {name}\n\n{_what(config, base)}{_drafts(made)}",
         f"## How to load it\n\n{_loading(name, config, base, source)}",
         _data(made, source),
         _recipe(made),
@@ -110,14 +110,20 @@ def _what(config: StreamConfig, base: str) -> str:
     )
 
 
-def _drafts(vocabulary: dict[str, Any]) -> str:
-    """Of an adapter that was trimmed, what its streams draft."""
-    if not vocabulary:
-        return ""
-    return (
-        f" Its streams draft {vocabulary['size']:,} of {vocabulary['of']:,} tokens, those of the task's texts; the "
-        "text may hold any."
-    )
+def _drafts(made: dict[str, Any]) -> str:
+    """What was added to a finished adapter's streams, by trimming it or training a path sampler."""
+    parts = []
+    if vocabulary := made.get("vocabulary"):
+        parts.append(
+            f" Its streams draft {vocabulary['size']:,} of {vocabulary['of']:,} tokens, those of the task's texts; the "
+            "text may hold any."
+        )
+    if sampler := made.get("sampler"):
+        parts.append(
+            f" It has a path sampler, trained on {sampler.get('examples', '?')} examples: a stream is told which token "
+            "a path has before the one it foretells."
+        )
+    return "".join(parts)
 
 
 def _shown(base: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from forestream.checkpoint import own_tensors
 from forestream.data import Tokens
 from forestream.errors import ConfigError
@@ -43,6 +45,7 @@ def fit_sampler(
     if not model.stream_config.streams:
         raise ConfigError("this adapter has 0 streams and drafts nothing; give one that was trained with streams")
     if model.sampler is None:
+        torch.manual_seed(config.seed)
         model.add_sampler(width)
     assert model.sampler is not None
     for parameter in model.parameters():

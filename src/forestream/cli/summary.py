@@ -38,6 +38,10 @@ def extra_parts(model: StreamingLM) -> list[Part]:
             D, rank = part.down.shape
             number = part.down.numel() + part.up.numel()
             parts.append(Part(name, f"2*rank*D = {2 * rank}*D = {2 * rank}*{D}", number))
+    if (sampler := model.sampler) is not None:
+        D, E = sampler.state.shape[0], sampler.token.shape[0]
+        number = sum(weight.numel() for weight in sampler.parameters())
+        parts.append(Part("path sampler", f"width*(2*D+E) = {sampler.width}*{2 * D + E}", number))
     return parts
 
 

@@ -17,11 +17,17 @@ def train_sampler(
     output: Annotated[Path, typer.Option(help="Adapter folder to write; may be the same.")],
     task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
     data_dir: options.DataDir = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="Learn from the base's own answers, out of this file of `forestream distill`."
+        ),
+    ] = None,
     base: options.Base = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the sampler's weights are trained in float32.")
@@ -38,10 +44,11 @@ def train_sampler(
     It learns fast, since no gradient goes through a layer: a few thousand examples are plenty. An adapter whose sampler
     was trained before goes on from there; train a new one after training streams further.
 
-    Example: forestream train-sampler --adapter my-adapter --task e2e --examples 2400 --output my-adapter
+    Example: forestream train-sampler --adapter my-adapter --task e2e --examples 3600 --output my-adapter
     """
     from forestream import checkpoint, provenance
     from forestream.data import drawn, tokenize
+    from forestream.distillation import AnswerSettings, read_answers
     from forestream.sampler import fit_sampler, save_sampler
     from forestream.tasks import get_task
     from forestream.training import TrainConfig
@@ -52,11 +59,17 @@ def train_sampler(
     config = TrainConfig(
         epochs, batch_size, learning_rate=learning_rate, dtype=dtype.value, seed=seed, save_every=save_every
     )
-    rows = drawn(get_task(task).examples("train", data_dir), seed, examples)
+    told = None if answers is None else AnswerSettings.read(answers, task)
+    rows = get_task(task).examples("train" if told is None else told.split, data_dir)
     model, tokenizer = checkpoint.load(
         adapter, base, options.torch_dtype(dtype), merge=False, device=options.torch_device(device)
     )
-    used = [tokenize(tokenizer, row) for row in rows]
+    if answers is not None:
+        used = drawn(
+            read_answers(answers, rows, tokenizer, checkpoint.Manifest.read(adapter).base.fingerprint), seed, examples
+        )
+    else:
+        used = [tokenize(tokenizer, row) for row in drawn(rows, seed, examples)]
     run = output.parent / f"{output.name}.run"
     report = fit_sampler(model, used, tokenizer.eos_token_id, run, config, width, resume)
     save_sampler(model, adapter, output, {**made, "task": task, **report})

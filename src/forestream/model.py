@@ -34,7 +34,7 @@ Prune = Callable[[Tensor], tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass leaves behind; logits are taken from it lazily, by `StreamingLM.logits`.
+    """What a pass leaves behind; logits are taken from it lazily, by `logits` and `draft_logits`.
 
     Attributes:
         trunk: main states at the entry of the stream layers, of the surviving nodes.
@@ -51,6 +51,9 @@ class PassOutput:
 
 class StreamingLM(nn.Module):
     """A host model, its port, its adapter, and the streams on its top layers.
+
+    Attributes:
+        vocabulary: the tokens that streams draft, as `restrict` set them; None is all V.
 
     Raises:
         ConfigError: more stream layers than the host has layers.

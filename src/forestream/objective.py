@@ -270,7 +270,7 @@ def joint_loss(
     losses = [_head_loss(parts, head, output.main, config) for parts, head in groups if parts]
     found = {name: term for _, terms in losses for name, term in terms.items()}
     lost = ((batch.stream_targets != IGNORED) & (targets == IGNORED)).sum((0, 2)).tolist()
-    for name, outside in zip(ahead, lost, strict=True):
+    for name, outside in zip(ahead, lost, strict=False):  # a pass may have fewer streams than there are targets for
         found[name] = replace(found[name], outside=outside)
     return JointLoss(torch.stack([total for total, _ in losses]).sum(), {n: found[n] for n in main | ahead | last})
 

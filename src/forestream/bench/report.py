@@ -189,6 +189,22 @@ def _training_step(record: dict[str, Any]) -> str:
     )
 
 
+def _draft_vocabulary(record: dict[str, Any]) -> str:
+    """Draft vocabularies by size: what they hold of the texts, and the tokens per pass of budget trees."""
+    found = record["draft_vocabulary"]
+    rows = [
+        (
+            f"{one['size']:,}",
+            f"{one['covers_train']:.2%}",
+            f"{one['covers_texts']:.2%}",
+            *(f"{tokens:.2f}" for tokens in one["tokens_per_pass"].values()),
+        )
+        for one in found
+    ]
+    trees = [f"tokens per pass, {nodes} nodes" for nodes in found[0]["tokens_per_pass"]]
+    return _table(["tokens drafted from", "inside, training texts", "inside, texts written", *trees], rows)
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods": _bench,
     "rules": _rules,
@@ -198,6 +214,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "calibration": _calibration,
     "ablations": _ablations,
     "training_step": _training_step,
+    "draft_vocabulary": _draft_vocabulary,
     "scores": _scores,
 }
 """By the key that tells the kind of a record."""

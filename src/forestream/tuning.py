@@ -89,7 +89,7 @@ def this_setup(dtype: str, device: str, compile: str) -> Setup:
 
 # --- prediction ---------------------------------------------------------------------------------------------------
 
-BUDGETS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+BUDGETS: Final = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 FULL: Final = ((1, 4), (2, 2), (2, 3), (3, 2))
 """Full trees as (k, most streams): larger ones hold more nodes than any of the others."""
 

@@ -161,6 +161,7 @@ def bench(
             record["methods"][name]["steps"] = own.log()
     _show(record["methods"])
     _show_parts(record)
+    _show_setting(record)
     if json_file is not None:
         write_json(json_file, record)
 
@@ -238,6 +239,18 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             f"{row['equal_outputs']}/{row['prompts']}",
         )
     Console().print(table)
+
+
+def _show_setting(record: dict[str, Any]) -> None:
+    """What the figures hang on, in a line."""
+    own, machine = record["settings"], record["provenance"]["machine"]
+    law = "greedy" if not own["temperature"] else f"temperature {own['temperature']:g}"
+    told = (
+        f"{own['adapter']}, {own['task']} {own['split']} split, {own['dtype']}, quantise {own['quantise']}, compile "
+        f"{own['compile']}, batch {own['batch_size']}, {law}, {own['repeats']} repeats, {own['warm_up']} to warm up; "
+        f"{machine['gpu'] or machine['processor']}, {own['threads']} threads"
+    )
+    Console().print(told, style="dim", highlight=False, markup=False)
 
 
 def _show_parts(record: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from math import sqrt
 from typing import Any, Final
 
 from forestream.bench.methods import PLAIN
-from forestream.bench.tables import code, table
+from forestream.bench.tables import cell, code, table
 
 STRONG: Final = 0.3
 """The least rank correlation that is called one."""
@@ -65,12 +65,12 @@ def _where(record: dict[str, Any], name: str) -> Iterator[str]:
     speeds = {category: part["methods"][name]["speedup"]["of_totals"] for category, part in parts.items()}
     slow = [f"{category} ({speed:.2f})" for category, speed in speeds.items() if speed <= 1]
     if slow:
-        yield f"{name} does not pay on {', '.join(slow)}."
+        yield cell(f"{name} does not pay on {', '.join(slow)}.")
     elif speeds:
-        yield f"{name} pays on every category."
+        yield cell(f"{name} pays on every category.")
     entropy = record.get("entropy", {})
     if (found := entropy.get("rank_correlation", {}).get(name)) is not None:
-        yield f"{name}: {reason(found, len(entropy['nats_per_token']))}"
+        yield cell(f"{name}: {reason(found, len(entropy['nats_per_token']))}")
 
 
 def reason(correlation: float, prompts: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forestream.bench.tables import code
+from forestream.bench.tables import cell, code
 from forestream.bench.tables import table as _table
 from forestream.errors import DataError
 
@@ -41,11 +41,12 @@ def markdown(record: dict[str, Any]) -> str:
     made, settings = record["provenance"], record["settings"]
     machine = made["machine"]
     what = f"{settings['task']} {settings['split']} split, " if "task" in settings else ""
-    return (
-        f"{body}\n{what}{settings['dtype']}, "
+    made_how = (
+        f"{what}{settings['dtype']}, "
         f"{machine['processor']}, {settings.get('threads', machine['threads'])} threads, "
-        f"{made['date'][:10]}, commit {made['commit']}: {code(made['command'])}\n"
+        f"{made['date'][:10]}, commit {made['commit']}"
     )
+    return f"{body}\n{cell(made_how)}: {code(made['command'])}\n"
 
 
 def kind_of(record: dict[str, Any]) -> str:

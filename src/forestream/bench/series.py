@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from forestream.bench.methods import PLAIN
 from forestream.bench.results import Result
-from forestream.bench.tables import table
+from forestream.bench.tables import cell, table
 
 Value = float | str
 
@@ -120,7 +120,7 @@ def markdown(series: Series) -> str:
             cells += [_told(series.values(name, figure)[place]) for figure in (speedup, call_reduction)]
         rows.append((*cells, result.name))
     headings = [heading for name in series.methods for heading in (f"{name}, speedup", "tokens per pass")]
-    lines = [f"\n{own} is left out: {first} has the same settings.\n" for own, first in series.left_out]
+    lines = [f"\n{cell(f'{own} is left out: {first} has the same settings.')}\n" for own, first in series.left_out]
     return "".join([table([series.axis, *headings, "record"], rows), *lines])
 
 

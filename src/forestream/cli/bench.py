@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def bench(
     adapter: options.Adapter,
     task: Annotated[
-        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench, gsm8k, humaneval or synthetic.")
     ] = "e2e",
     split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from math import log
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_open_tasks import write
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -127,7 +127,9 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_turn_runs_and_parts_have_figures_of_their_own(chatty: Path, tmp_path: Path) -> None:
     turns = [("writing", ["One?", "Two?", "Three?"]), ("qa", ["Who?"]), ("qa", ["Where?"])]
-    write(tmp_path, "spec_bench", "test", [{"category": kind, "turns": said} for kind, said in turns])
+    (tmp_path / "spec_bench").mkdir()
+    with gzip.open(tmp_path / "spec_bench" / "test.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"category": kind, "turns": said}) + "\n" for kind, said in turns)
     arguments = ("--task", "spec_bench", "--data-dir", tmp_path, "--max-new-tokens", 6, "--entropy")
     record, result = bench(chatty, *arguments)
     assert record["categories"] == ["mt_bench"] * 3 + ["qa"] * 2

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from batch import alone, requests, together
+from forestream.bench import PLAIN
 from forestream.bench.log import EXACT, TIMES, differences, log_of, passes_of, recount
-from forestream.bench.methods import PLAIN, Method
+from forestream.bench.methods import Method
 from forestream.bench.runner import run
 from forestream.config import DecodeSettings
 from forestream.errors import DataError

@@ -77,6 +77,7 @@ def test_repeats_show_their_spread() -> None:
     ("steps", "settings", "told"),
     [
         ([bare(1), bare(1)], None, {"settings": 2}),
+        ([bare(1), drafted(1, 1), bare(1, "length")], None, {"nothing_to_draft": 1, "last_token": 1}),
         ([bare(1)], DecodeSettings(nodes=1), {"settings": 1}),
         ([bare(1)], DecodeSettings(streams=0), {"settings": 1}),
         ([drafted(0, 1, kept=1), drafted(2, 1)], DecodeSettings(prune_below=0.5), {"pruned": 1}),

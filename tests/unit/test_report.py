@@ -336,6 +336,13 @@ def test_files_of_one_name_keep_apart(tmp_path: Path) -> None:
     assert names == ["same", "same (2)"]
 
 
+def test_no_model_library_is_loaded() -> None:
+    """A report of many records comes at once, and where no model runs."""
+    modules = "forestream.bench.page, forestream.bench.results, forestream.bench.log, forestream.cli.report"
+    lines = f"import sys, {modules}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", lines], check=False).returncode == 0
+
+
 # --- the command --------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from typing import Any, Final
 
-from forestream.bench.methods import PLAIN
+from forestream.bench import PLAIN
 from forestream.bench.tables import cell, code, table
 
 STRONG: Final = 0.3

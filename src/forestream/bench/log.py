@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from forestream.errors import DataError
-from forestream.steps import Step
+
+if TYPE_CHECKING:
+    from forestream.steps import Step
 
 EXACT: Final = (
     "generated_tokens",

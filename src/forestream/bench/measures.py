@@ -92,24 +92,32 @@ def drafts_of(texts: Iterable[Sequence[Step]], settings: DecodeSettings | None) 
     Reasons: `settings` ask for none; every draft was `pruned`; it was the `last_token` that the cap allows; there was
     `nothing_to_draft`, by the drafter, a grammar or a schedule.
     """
-    passes, reasons = 0, Counter[str]()
-    for steps in texts:
+    found, passes, reasons = list(texts), 0, Counter[str]()
+    # Methods without settings of trees may draft all the same, in ways of their own.
+    asked = _asks(settings) or any(len(step.kept) > 1 for steps in found for step in steps)
+    cap = None if settings is None else settings.max_new_tokens
+    for steps in found:
         written = 0
         for step in steps:
             if step.tree is not None:
                 passes += 1
                 if len(step.kept) < 2:
-                    reasons[_why_none(step, written, settings)] += 1
+                    reasons[_why_none(step, written, cap) if asked else "settings"] += 1
             written += len(step.tokens)
     return {"passes_with_drafts": passes - reasons.total(), "passes_without": dict(sorted(reasons.items()))}
 
 
-def _why_none(step: Step, written: int, settings: DecodeSettings | None) -> str:
-    if settings is None or settings.streams == 0 or (settings.tree == "budget" and settings.nodes == 1):
-        return "settings"
+def _asks(settings: DecodeSettings | None) -> bool:
+    """Whether the settings ask for drafts at all."""
+    if settings is None or settings.streams == 0:
+        return False
+    return settings.tree != "budget" or settings.nodes > 1
+
+
+def _why_none(step: Step, written: int, cap: int | None) -> str:
     assert step.tree is not None
     if len(step.tree.tokens) > 1:
         return "pruned"
-    if step.finish == "length" or written + 1 == settings.max_new_tokens:
+    if step.finish == "length" or written + 1 == cap:
         return "last_token"
     return "nothing_to_draft"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forestream.baseline import plain_batch
+from forestream.bench import PLAIN
 from forestream.bench.stock import stock
 from forestream.bench.work import Work
 from forestream.config import DecodeSettings
@@ -21,7 +22,6 @@ from forestream.steps import Step, by_text
 
 # From prompts that are decoded together to the steps of each text.
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
-PLAIN = "plain"
 STOCK = "transformers"
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forestream.bench.methods import PLAIN
+from forestream.bench import PLAIN
 from forestream.bench.runner import Record
 
 OTHER = "other"

@@ -72,7 +72,7 @@ def _speeds(record: dict[str, Any]) -> Plot | None:
     spreads = [row.get("over_repeats", {}).get("tokens_per_second") for row in methods.values()]
     with _drawn((6.4, 0.6 + 0.35 * len(methods))) as ((axes,), result):
         places = range(len(methods))
-        axes.barh(places, speeds, color=[COLOURS[i % len(COLOURS)] for i in places])
+        axes.barh(places, speeds, color=[_colour(record, name) for name in methods])
         for place, speed, spread in zip(places, speeds, spreads, strict=True):
             if spread is not None and spread["min"] < spread["max"]:
                 middle = (spread["min"] + spread["max"]) / 2
@@ -88,6 +88,11 @@ def _speeds(record: dict[str, Any]) -> Plot | None:
     return Plot(f"Tokens per second after the prompts' passes; {_whiskers(repeats)}.", result[0])
 
 
+def _colour(record: dict[str, Any], method: str) -> str:
+    """The same in all plots of a record."""
+    return COLOURS[list(record["methods"]).index(method) % len(COLOURS)]
+
+
 def _whiskers(repeats: int) -> str:
     return "one repeat, so no spread" if repeats == 1 else f"whiskers: lowest and highest of {repeats} repeats"
 
@@ -99,7 +104,7 @@ def _positions(record: dict[str, Any]) -> Plot | None:
         return None
     with _drawn((6.4, 2.6)) as ((axes,), result):
         for name, shares in drawn.items():
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name, color=_colour(record, name))
         axes.set_xticks(range(1, max(map(len, drawn.values())) + 1))
         axes.set_xlabel("place behind the verified token")
         axes.set_ylabel("share of passes")
@@ -119,7 +124,8 @@ def _histogram(record: dict[str, Any]) -> Plot | None:
         width = 0.8 / len(drawn)
         for number, (name, counts) in enumerate(drawn.items()):
             places = [place + (number - (len(drawn) - 1) / 2) * width for place in range(len(counts))]
-            axes.bar(places, [count / max(sum(counts), 1) for count in counts], width, label=name)
+            shares = [count / max(sum(counts), 1) for count in counts]
+            axes.bar(places, shares, width, label=name, color=_colour(record, name))
         axes.set_xticks(range(max(map(len, drawn.values()))))
         axes.set_xlabel("accepted drafts")
         axes.set_ylabel("share of passes")
@@ -138,7 +144,8 @@ def _latency(record: dict[str, Any]) -> Plot | None:
         names, width = ("p50", "p95", "p99"), 0.8 / len(drawn)
         for number, (name, waits) in enumerate(drawn.items()):
             places = [place + (number - (len(drawn) - 1) / 2) * width for place in range(len(names))]
-            axes.bar(places, [1000 * waits[one] for one in names], width, label=name)
+            heights = [1000 * waits[one] for one in names]
+            axes.bar(places, heights, width, label=name, color=_colour(record, name))
         axes.set_xticks(range(len(names)), names)
         axes.set_ylabel("milliseconds")
     return Plot("What a reader waits for between two passes that deliver tokens.", result[0])

@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any, Final
 
 from forestream.agreement import first_difference_margin
+from forestream.bench import PLAIN
 from forestream.bench.log import log_of
 from forestream.bench.measures import Latency, drafts_of, over_repeats
-from forestream.bench.methods import PLAIN, Method
+from forestream.bench.methods import Method
 from forestream.errors import ConfigError, ForestreamError
 from forestream.model import StreamingLM
 from forestream.steps import Counters, Step, tokens_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from forestream.bench.methods import PLAIN
+from forestream.bench import PLAIN
 from forestream.bench.results import Result
 from forestream.bench.tables import cell, table
 

@@ -194,8 +194,8 @@ def _measured(
     generator: Generator, task: Task, given: Asked, records: dict[str, Record], entropy: bool
 ) -> dict[str, Any]:
     """What the record holds of the runs themselves."""
+    from forestream.bench import PLAIN
     from forestream.bench.entropy import mean_entropy, rank_correlation
-    from forestream.bench.methods import PLAIN
     from forestream.bench.parts import by_category
 
     results = {name: record.summary(records[PLAIN]) for name, record in records.items()}

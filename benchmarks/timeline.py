@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/timeline.py --json benchmarks/results/timeline-bfloat16.json
 
 Prints milliseconds per pass by part, draws them beside the record, and compares with the roofline: bytes of the weights
-that a pass multiplies by, over the memory bandwidth measured in the same process. Needs an idle machine for a minute.
+that a pass multiplies by, over the memory bandwidth measured in the same process. The part "choice" is what choosing
+tokens costs; with a temperature and cuts, drawing them. Needs an idle machine for a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forestream import provenance
 from forestream.cache import StreamCache
 from forestream.cli.demo import PROMPTS
 from forestream.compiled import EagerLayers
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, SamplingSettings
 from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.rows import Row
@@ -41,11 +42,15 @@ def main() -> None:
     parser.add_argument("--adapter", default="adapters/smollm2-135m-e2e")
     parser.add_argument("--settings", type=Path, help="a file that `forestream tune` wrote")
     parser.add_argument("--compile", default="layer", choices=("off", "layer", "full"))
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     made = provenance.collect(sys.argv[1:], program="benchmarks/timeline.py")
     settings = Tuned.read(given.settings).decode if given.settings else DecodeSettings()
     generator = Generator.from_pretrained(given.adapter, settings=settings, compile=given.compile)
+    generator.sampling = SamplingSettings(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
     generator.warm_up()
     passes = {"plain": generator.plain_steps, "forestream": generator.steps}
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in passes}
@@ -64,6 +69,7 @@ def main() -> None:
             "adapter": Path(given.adapter).name,
             "dtype": "bfloat16",
             "compile": given.compile,
+            "sampling": vars(generator.sampling),
             "decode": vars(settings),
         },
         "milliseconds": milliseconds,

@@ -11,12 +11,12 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from forestream.data import prompts_of
+from forestream.data import prompt_ids, prompts_of
 from forestream.errors import DataError
 from forestream.generation import Generation, Generator
 from forestream.memory import Memory
 from forestream.requests import padded
-from forestream.tasks.base import Example, user
+from forestream.tasks.base import Example, Message, user
 
 Way = Literal["forestream", "plain", "batched"]
 
@@ -127,6 +127,23 @@ def conversation(
         answers.append(generator.collect(run(messages, memory=memory)))
         messages.append({"role": "assistant", "content": answers[-1].text})
     return answers
+
+
+def prompts_of_turns(generator: Generator, example: Example) -> list[tuple[int, ...]]:
+    """Token ids of the prompt of every turn of a chat, in view of what was said before it: plain decoding's answers.
+
+    Errors as in `conversation`.
+    """
+    memory = Memory(generator.model)
+    messages: list[Message] = []
+    found: list[tuple[int, ...]] = []
+    for said in (example.prompt, *example.turns):
+        if found:
+            answer = generator.collect(generator.plain_steps(messages, memory=memory)).text
+            messages.append({"role": "assistant", "content": answer})
+        messages.append(user(said))
+        found.append(prompt_ids(generator.tokenizer, messages))
+    return found
 
 
 @torch.inference_mode()

@@ -13,7 +13,8 @@ from typing import Any, Final, Self
 from forestream import provenance
 from forestream.acceptance import Trace, rates, record, simulate
 from forestream.baseline import plain
-from forestream.bench.methods import PLAIN, drafting, method
+from forestream.bench import PLAIN
+from forestream.bench.methods import drafting, method
 from forestream.bench.runner import compare
 from forestream.config import DecodeSettings, JsonConfig
 from forestream.cost import Profile, best_static_tree, pass_seconds, plain_seconds

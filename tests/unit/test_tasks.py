@@ -28,7 +28,8 @@ def write(data: Path, folder: str, split: str, found: list[dict[str, Any]]) -> P
 
 
 def test_tasks_are_found_by_name() -> None:
-    assert [task.name for task in TASKS] == ["e2e", "sql", "dialogsum", "chat", "spec_bench", "synthetic"]
+    names = ["e2e", "sql", "dialogsum", "chat", "spec_bench", "gsm8k", "humaneval", "synthetic"]
+    assert [task.name for task in TASKS] == names
     assert all(get_task(task.name) is task for task in TASKS)
     with pytest.raises(ConfigError, match="found task 'e2'; expected one of e2e, sql"):
         get_task("e2")

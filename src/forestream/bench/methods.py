@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forestream.baseline import plain_batch
+from forestream.bench import PLAIN
 from forestream.bench.stock import stock
+from forestream.bench.work import Work
 from forestream.config import DecodeSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
@@ -20,7 +22,6 @@ from forestream.steps import Step, by_text
 
 # From prompts that are decoded together to the steps of each text.
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
-PLAIN = "plain"
 STOCK = "transformers"
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
@@ -28,11 +29,17 @@ _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<
 
 @dataclass(frozen=True)
 class Method:
-    """A named way to decode; `settings` is None for plain decoding."""
+    """A named way to decode.
+
+    Attributes:
+        settings: of its draft trees; None for plain decoding.
+        work: what it adds to the model; None where nobody counts it.
+    """
 
     name: str
     settings: DecodeSettings | None
     run: Run
+    work: Work | None = None
 
 
 def method(
@@ -67,7 +74,8 @@ def method(
         if not generator.sampling.greedy:
             raise ConfigError(f"{STOCK} draws with randomness of its own, so texts cannot be compared; leave it out")
         bare = host()
-        return Method(name, None, lambda prompts: stock(bare, prompts, generator.settings, generator.eos))
+        work = Work.of(generator.model)
+        return Method(name, None, lambda prompts: stock(bare, prompts, generator.settings, generator.eos), work)
     if name == "forestream":
         return drafting(name, generator, generator.settings, generator.schedule)
     match = _TREE.fullmatch(name)
@@ -92,7 +100,7 @@ def _plain(name: str, generator: Generator) -> Method:
         run = plain_batch(generator.model, _asked(generator, prompts), generator.settings)
         return by_text(run, len(prompts))
 
-    return Method(name, None, run)
+    return Method(name, None, run, Work.of(generator.model))
 
 
 def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule: Schedule | None = None) -> Method:
@@ -102,7 +110,7 @@ def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule
         run = decode_batch(generator.model, _asked(generator, prompts), schedule or settings)
         return by_text(run, len(prompts))
 
-    return Method(name, settings, run)
+    return Method(name, settings, run, Work.of(generator.model, settings))
 
 
 def _asked(generator: Generator, prompts: Sequence[Sequence[int]]) -> list[Request]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forestream.bench.tables import cell, code
+from forestream.bench.tables import table as _table
 from forestream.errors import DataError
 
 _BLOCK = re.compile(r"(<!-- results: (?P<name>[\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -35,20 +37,28 @@ def refresh(text: str, records: Path) -> str:
 
 def markdown(record: dict[str, Any]) -> str:
     """The table of a record, whichever of the kinds below it is, with a line that says how it came about."""
-    body = next(table(record) for key, table in _TABLES.items() if key in record)
+    body = _TABLES[kind_of(record)](record)
     made, settings = record["provenance"], record["settings"]
     machine = made["machine"]
     what = f"{settings['task']} {settings['split']} split, " if "task" in settings else ""
-    return (
-        f"{body}\n{what}{settings['dtype']}, "
+    made_how = (
+        f"{what}{settings['dtype']}, "
         f"{machine['processor']}, {settings.get('threads', machine['threads'])} threads, "
-        f"{made['date'][:10]}, commit {made['commit']}: `{made['command']}`\n"
+        f"{made['date'][:10]}, commit {made['commit']}"
     )
+    return f"{body}\n{cell(made_how)}: {code(made['command'])}\n"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |\n" for cells in (headings, *rows)]
-    return "".join([lines[0], f"|{'---|' * len(headings)}\n", *lines[1:]])
+def kind_of(record: dict[str, Any]) -> str:
+    """The key that tells what a record is of.
+
+    Raises:
+        DataError: it is of no known kind.
+    """
+    kind = next((key for key in _TABLES if key in record), None)
+    if kind is None:
+        raise DataError(f"found the keys {', '.join(map(str, record)) or 'none'}; expected one of {', '.join(_TABLES)}")
+    return kind
 
 
 def _bench(record: dict[str, Any]) -> str:

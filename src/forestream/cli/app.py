@@ -1,6 +1,6 @@
 """The commands put together; an error of ours becomes one line on stderr and exit code 1.
 
-Of `verify` and `evaluate`, 1 is an answer: their errors exit with 2.
+Of `verify`, `evaluate` and `report`, 1 is an answer: their errors exit with 2.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from forestream.cli.evaluate import evaluate
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
+from forestream.cli.report import report
 from forestream.cli.train import train
 from forestream.cli.train_sampler import train_sampler
 from forestream.cli.train_scorer import train_scorer
@@ -40,7 +41,7 @@ class _OneLineErrors(TyperGroup):
             Console(stderr=True, soft_wrap=True).print(
                 f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", highlight=False
             )
-            raise typer.Exit(2 if ctx.invoked_subcommand in ("verify", "evaluate") else 1) from error
+            raise typer.Exit(2 if ctx.invoked_subcommand in ("verify", "evaluate", "report") else 1) from error
 
 
 app = typer.Typer(
@@ -70,6 +71,7 @@ app.command("train-sampler")(train_sampler)
 app.command()(trim)
 app.command()(evaluate)
 app.command()(bench)
+app.command()(report)
 app.command()(verify)
 app.command()(profile)
 app.command()(tune)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,16 +16,20 @@ from rich.table import Table
 from forestream.cli import options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
+from forestream.cli.summary import provenance_of
 from forestream.config import SamplingSettings
 
 if TYPE_CHECKING:
+    from forestream.bench.asked import Asked
+    from forestream.bench.runner import Record
     from forestream.generation import Generator
+    from forestream.tasks import Example, Task
 
 
 def bench(
     adapter: options.Adapter,
     task: Annotated[
-        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench, gsm8k, humaneval or synthetic.")
     ] = "e2e",
     split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,
@@ -43,6 +50,26 @@ def bench(
     max_new_tokens: options.TaskTokens = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method on every prompt.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Bring every prompt to this length: other examples in front of it, or its beginning cut off."
+        ),
+    ] = None,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--steps",
+            help="Record every pass: tokens, accepted drafts, nodes, seconds. `forestream report --check` "
+            "works the figures out from it again.",
+        ),
+    ] = False,
+    entropy: Annotated[
+        bool,
+        typer.Option(
+            "--entropy", help="Record how certain the model is of each text, beside acceptance: a pass more per prompt."
+        ),
+    ] = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -64,15 +91,16 @@ def bench(
 
     Methods take turns on every prompt. Speedup compares seconds per token after the prompt pass, prompt by prompt
     (median, min, max) and in total. equal_outputs counts the prompts whose token ids are those of plain decoding.
+    Where a task has parts (spec_bench), there is a table of them too; of a chat, every turn is run. The record also has
+    latencies, memory, extra parameters and operations: docs/bench.md describes it, `forestream report` draws it.
 
     Example: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
     """
-    import torch
-
     from forestream import provenance
+    from forestream.bench.asked import asked
     from forestream.bench.methods import method
-    from forestream.bench.runner import compare
-    from forestream.data import prompts_of
+    from forestream.bench.resident import watched
+    from forestream.bench.runner import run
     from forestream.tasks import get_task
 
     dtype = options.dtype_on(device, dtype)
@@ -100,32 +128,96 @@ def bench(
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
     compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
-    prompts = prompts_of(generator.tokenizer, examples)
-    with counted("prompts", len(prompts)) as advance:
-        results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
+    with _turns(examples) as answered:
+        given = asked(generator, examples, prompt_tokens, answered)
+    prompts = given.prompts
+    with counted("prompts", len(prompts)) as advance, watched(generator.model.device) as memory:
+        records = run(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
+    setting = {
+        "adapter": adapter.name,
+        "task": task,
+        "split": split,
+        "dtype": dtype.value,
+        "quantise": quantise.value,
+        "device": device,
+        "compile": generator.model.prepared,
+        "batch_size": batch_size,
+        "prompt_tokens": prompt_tokens,
+        "temperature": temperature,
+        "sampling": vars(generator.sampling),
+        "repeats": repeats,
+        "warm_up": min(batch_size, len(prompts)),
+        **_around(generator),
+        "decode": vars(decoding),
+    }
     record = {
         "provenance": made,
-        "settings": {
-            "adapter": adapter.name,
-            "task": task,
-            "split": split,
-            "dtype": dtype.value,
-            "quantise": quantise.value,
-            "device": device,
-            "compile": generator.model.prepared,
-            "batch_size": batch_size,
-            "temperature": temperature,
-            "sampling": vars(generator.sampling),
-            "repeats": repeats,
-            "threads": torch.get_num_threads(),
-            "decode": vars(decoding),
-        },
-        **({"categories": [one.category for one in examples]} if any(one.category for one in examples) else {}),
-        "methods": results,
+        "settings": setting,
+        "training": _training(adapter),
+        "memory": memory or None,
+        **_measured(generator, chosen, given, records, entropy),
     }
-    _show(results)
+    if steps:
+        for name, own in records.items():
+            record["methods"][name]["steps"] = own.log()
+    _show(record["methods"])
+    _show_parts(record)
+    _show_setting(record)
     if json_file is not None:
         write_json(json_file, record)
+
+
+@contextmanager
+def _turns(examples: Sequence[Example]) -> Iterator[Callable[[int], None]]:
+    """A bar for writing the answers that later turns of chats come behind, if there are any."""
+    if not any(one.turns for one in examples):
+        yield lambda done: None
+        return
+    with counted("earlier turns", len(examples)) as advance:
+        yield advance
+
+
+def _around(generator: Generator) -> dict[str, Any]:
+    """What the model brings: G as trained, its mode, and threads."""
+    import torch
+
+    config = generator.model.stream_config
+    return {"trained_streams": config.streams, "mode": config.mode, "threads": torch.get_num_threads()}
+
+
+def _training(adapter: Path) -> dict[str, Any]:
+    """What the adapter's provenance says of its training: examples, updates, seconds; null of what it does not say."""
+    found = provenance_of(adapter)
+    return {name: found.get(name) for name in ("examples", "updates", "seconds")}
+
+
+def _measured(
+    generator: Generator, task: Task, given: Asked, records: dict[str, Record], entropy: bool
+) -> dict[str, Any]:
+    """What the record holds of the runs themselves."""
+    from forestream.bench import PLAIN
+    from forestream.bench.entropy import mean_entropy, rank_correlation
+    from forestream.bench.parts import by_category
+
+    results = {name: record.summary(records[PLAIN]) for name, record in records.items()}
+    if task.metric_names and given.examples is not None:
+        for name, own in records.items():
+            texts = [generator.text(run.tokens) for run in own.runs]
+            scores = task.score(texts, given.examples)
+            results[name]["scores"] = {metric: round(score, 4) for metric, score in scores.items()}
+    found: dict[str, Any] = {}
+    nats: list[float] | None = None
+    if entropy:
+        pairs = zip(given.prompts, records[PLAIN].runs, strict=True)
+        nats = [round(mean_entropy(generator.model, prompt, run.tokens), 5) for prompt, run in pairs]
+        correlated = {name: rank_correlation(nats, own.acceptance) for name, own in records.items() if name != PLAIN}
+        found["entropy"] = {"nats_per_token": nats, "rank_correlation": correlated}
+    if given.categories is not None:
+        found["categories"] = list(given.categories)
+        found["by_category"] = by_category(records, given.categories, nats)
+    if given.turns is not None:
+        found["turns"] = list(given.turns)
+    return {**found, "methods": results}
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
@@ -147,4 +239,37 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             f"{speedup['min']:.2f}-{speedup['max']:.2f}" if decoded else "-",
             f"{row['equal_outputs']}/{row['prompts']}",
         )
+    Console().print(table)
+
+
+def _show_setting(record: dict[str, Any]) -> None:
+    """What the figures hang on, in a line."""
+    own, machine = record["settings"], record["provenance"]["machine"]
+    law = "greedy" if not own["temperature"] else f"temperature {own['temperature']:g}"
+    told = (
+        f"{own['adapter']}, {own['task']} {own['split']} split, {own['dtype']}, quantise {own['quantise']}, compile "
+        f"{own['compile']}, batch {own['batch_size']}, {law}, {own['repeats']} repeats, {own['warm_up']} to warm up; "
+        f"{machine['gpu'] or machine['processor']}, {own['threads']} threads"
+    )
+    Console().print(told, style="dim", highlight=False, markup=False)
+
+
+def _show_parts(record: dict[str, Any]) -> None:
+    """A line for every part of the data set and every method that drafts."""
+    if "by_category" not in record:
+        return
+    table = Table(title="by category", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("category", "method", "prompts", "tokens/\npass", "accept.\nlength", "speedup", "equal\ntexts"):
+        table.add_column(heading, justify="left" if heading in ("category", "method") else "right", no_wrap=True)
+    for category, part in record["by_category"].items():
+        for name, row in part["methods"].items():
+            table.add_row(
+                category,
+                name,
+                str(row["prompts"]),
+                f"{row['call_reduction']:.2f}",
+                f"{row['mean_acceptance_length']:.2f}",
+                f"{row['speedup']['of_totals']:.2f}",
+                f"{row['equal_outputs']}/{row['prompts']}",
+            )
     Console().print(table)

@@ -26,7 +26,7 @@ _SIZES: Final = "4,8,16"
 def calibrate(
     adapter: options.ShippedAdapter = None,
     task: Annotated[
-        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+        str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench, gsm8k, humaneval or synthetic.")
     ] = "e2e",
     split: Annotated[str, typer.Option(help="Rules are chosen on validation and reported on test.")] = "validation",
     limit: Annotated[int, typer.Option(min=1, help="How many distinct prompts.")] = 24,

@@ -61,7 +61,7 @@ def summary(folder: Path, model: StreamingLM) -> dict[str, Any]:
 
     manifest = Manifest.read(folder)
     parts = extra_parts(model)
-    trained = _provenance(folder)
+    trained = provenance_of(folder)
     return {
         "adapter": folder.resolve().name,
         "base": manifest.base.name,
@@ -132,7 +132,7 @@ def _origin(trained: dict[str, Any]) -> str:
     return "\n".join([", ".join(map(str, facts)), *([str(trained["command"])] if trained["command"] else [])])
 
 
-def _provenance(folder: Path) -> dict[str, Any]:
+def provenance_of(folder: Path) -> dict[str, Any]:
     """What the folder says about its making; nothing that decoding needs, so its absence is no error."""
     from forestream.checkpoint import PROVENANCE
 

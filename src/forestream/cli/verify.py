@@ -44,7 +44,10 @@ def verify(
         ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="Take the prompts of a task: e2e, sql, dialogsum, chat, spec_bench or synthetic.")
+        str | None,
+        typer.Option(
+            help="Take the prompts of a task: e2e, sql, dialogsum, chat, spec_bench, gsm8k, humaneval or synthetic."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Of the task.  [default: validation]")] = None,
     data_dir: options.DataDir = None,

@@ -9,11 +9,22 @@ from forestream.tasks.base import Example, Message, Source, Task
 from forestream.tasks.chat import Chat
 from forestream.tasks.dialogsum import DialogSum
 from forestream.tasks.e2e import E2E
+from forestream.tasks.gsm8k import GSM8K
+from forestream.tasks.humaneval import HumanEval
 from forestream.tasks.spec_bench import SpecBench
 from forestream.tasks.sql import SQL
 from forestream.tasks.synthetic import Synthetic
 
-TASKS: Final[tuple[Task, ...]] = (E2E(), SQL(), DialogSum(), Chat(), SpecBench(), Synthetic())
+TASKS: Final[tuple[Task, ...]] = (
+    E2E(),
+    SQL(),
+    DialogSum(),
+    Chat(),
+    SpecBench(),
+    GSM8K(),
+    HumanEval(),
+    Synthetic(),
+)
 """Every task, the most useful first."""
 
 
@@ -35,6 +46,8 @@ __all__ = [
     "DialogSum",
     "E2E",
     "Example",
+    "GSM8K",
+    "HumanEval",
     "Message",
     "SQL",
     "Source",

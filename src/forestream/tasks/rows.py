@@ -15,7 +15,12 @@ _CONVERTED: Final = "refs/convert/parquet"
 
 
 def rows(
-    dataset_folder: str, hub_name: str | None, split: str, data_dir: Path | None, fields: Sequence[str] = ()
+    dataset_folder: str,
+    hub_name: str | None,
+    split: str,
+    data_dir: Path | None,
+    fields: Sequence[str] = (),
+    hub_part: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return one dictionary for each row, in the order of the file.
 
@@ -25,6 +30,7 @@ def rows(
         split: the name of the split.
         data_dir: the folder that holds the data sets' folders, or None.
         fields: what every row must have as a string.
+        hub_part: the configuration to ask the hub for, where a data set has several.
 
     Raises:
         DataError: the file is missing or corrupt, the hub cannot be reached or has no such data set or split, or a
@@ -39,7 +45,7 @@ def rows(
     if data_dir is None:
         assert hub_name is not None
         where = f"split {split!r} of {hub_name}"
-        numbered = enumerate(_from_hub(hub_name, dataset_folder, split), start=1)
+        numbered = enumerate(_from_hub(hub_name, dataset_folder, split, hub_part), start=1)
     else:
         path = Path(data_dir) / dataset_folder / f"{split}.jsonl.gz"
         where = str(path)
@@ -98,7 +104,7 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _from_hub(hub_name: str, dataset_folder: str, split: str) -> list[dict[str, Any]]:
+def _from_hub(hub_name: str, dataset_folder: str, split: str, part: str | None = None) -> list[dict[str, Any]]:
     try:
         import datasets
     except ImportError as error:
@@ -106,15 +112,16 @@ def _from_hub(hub_name: str, dataset_folder: str, split: str) -> list[dict[str, 
             f"fetching {hub_name} needs the package 'datasets', which is not installed; run: pip install "
             "datasets, or give local files with --data-dir"
         ) from error
+    asked = (hub_name,) if part is None else (hub_name, part)
     try:
         try:
-            loaded = datasets.load_dataset(hub_name, split=split)
+            loaded = datasets.load_dataset(*asked, split=split)
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
             # The repository holds a loading script, which is no longer run; the hub keeps the converted rows
             # in a branch beside it.
-            loaded = datasets.load_dataset(hub_name, split=split, revision=_CONVERTED)
+            loaded = datasets.load_dataset(*asked, split=split, revision=_CONVERTED)
         return [dict(row) for row in loaded]
     except Exception as error:  # the hub client raises network errors of several libraries
         lines = str(error).strip().splitlines() or [""]

@@ -1,0 +1,155 @@
+"""What a method adds to the model it runs on: parameters, memory, and operations per pass.
+
+Operations are counted, not measured: rows times matrices, as for a training, and pairs of slots in attention. Norms,
+P_j and the low-rank start are left out. A multiplication with its addition is two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from forestream.config import DecodeSettings
+from forestream.decode import Plan
+from forestream.model import StreamingLM
+from forestream.plan import Layer, Rows, Sizes
+from forestream.steps import Step
+from forestream.weights import PackedLinear
+
+
+@dataclass(frozen=True)
+class Work:
+    """One way of decoding on one model.
+
+    Attributes:
+        sizes: of the model's matrices, without a LoRA that only streams use.
+        stream_sizes: the same with it; equal in joint mode.
+        scorer: weights of the exit scorer, 0 where nothing is pruned.
+        streams: G in use; 0 of plain decoding.
+        fused: whether every surviving node carries streams.
+        parameters: beside the model's own.
+        bytes: of these, and of the slots that the cache needs beyond plain decoding's.
+    """
+
+    sizes: Sizes
+    stream_sizes: Sizes
+    scorer: int = 0
+    streams: int = 0
+    fused: bool = False
+    parameters: int = 0
+    bytes: int = 0
+
+    @staticmethod
+    def of(model: StreamingLM, settings: DecodeSettings | None = None) -> Work:
+        """Of drafting under `settings`, or of plain decoding where there are none.
+
+        Raises:
+            ConfigError: the settings do not fit the model.
+        """
+        bare, gated = sizes_of(model), sizes_of(model, gated=True)
+        if settings is None:
+            return Work(bare, bare)
+        plan = Plan.of(model, settings)
+        if not plan.streams:
+            return Work(bare, bare)
+        scorer = 0
+        own = [] if model.start is None else list(model.start.parameters())
+        if plan.keep is not None and model.scorer is not None:
+            scorer = sum(p.numel() for p in model.scorer.parameters())
+            own += model.scorer.parameters()
+        lora = [p for i in model.stream_layers for p in lora_of(model.port.layers[i])] if model.gate is not None else []
+        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
+        held = sum(p.numel() * p.element_size() for p in (*own, *lora))
+        return Work(
+            bare,
+            gated,
+            scorer,
+            plan.streams,
+            settings.carriers == "fused",
+            sum(p.numel() for p in (*own, *lora)),
+            held + (plan.slots - 1) * slot,
+        )
+
+    def record(self, texts: Sequence[tuple[int, Sequence[Step]]]) -> dict[str, Any]:
+        """Entries of the bench file.
+
+        Args:
+            texts: length of the prompt, and steps, of each text.
+        """
+        passes = sum(step.tree is not None for _, steps in texts for step in steps)
+        own, plain = (sum(part(prompt, steps) for prompt, steps in texts) for part in (self.operations, self.plain))
+        return {
+            "extra_parameters": self.parameters,
+            "extra_bytes": self.bytes,
+            "operations_per_pass": round(own / max(passes, 1)),
+            "extra_operations_per_pass": round((own - plain) / max(passes, 1)),
+        }
+
+    def plain(self, prompt: int, steps: Sequence[Step]) -> int:
+        """Operations of as many passes of plain decoding, at the same places of the text."""
+        return sum(
+            self.sizes.forward(Rows(1, 0, 0, (1,), place + 1, place + 1)) for place, _, _ in _passes(prompt, steps)
+        )
+
+    def operations(self, prompt: int, steps: Sequence[Step]) -> int:
+        """Operations of the passes behind the prompt's, of this text alone."""
+        return sum(self._pass(*one) for one in _passes(prompt, steps))
+
+    def _pass(self, place: int, step: Step, following: Step | None) -> int:
+        """A pass behind `place` committed tokens, and the streams that are computed behind it."""
+        assert step.tree is not None
+        offered, kept, drafted = len(step.tree.tokens), len(step.kept), len(step.tree.tokens) > 1
+        fused = self.streams * kept if self.fused and drafted else 0
+        wanted = following is not None and following.tree is not None and len(following.tree.tokens) > 1
+        heads = kept + (self.streams if wanted else 0)
+        sizes, top = self.stream_sizes if fused else self.sizes, kept + fused
+        count = sizes.forward(Rows(kept, fused, 0, (heads,), kept * (place + offered), top * (place + top)))
+        trunk = Sizes(sizes.layers[: sizes.trunk], sizes.trunk, sizes.head, False)
+        pruned = offered - kept
+        count += trunk.forward(Rows(pruned, 0, 0, (), pruned * (place + offered), 0))
+        if self.scorer and drafted:
+            count += 2 * offered * (self.scorer + sizes.head)
+        if wanted and not self.fused:
+            G, behind = self.streams, place + len(step.path)
+            count += self.stream_sizes.forward(Rows(0, G, 0, (), 0, G * (behind + G)))
+        return count
+
+
+def _passes(prompt: int, steps: Sequence[Step]) -> list[tuple[int, Step, Step | None]]:
+    """Of every pass behind the prompt's: tokens committed before it, its step, and the next one."""
+    found, written = [], 0
+    for number, step in enumerate(steps):
+        if step.tree is not None:
+            # The last token written is the pass's root: it is not committed yet.
+            found.append((prompt + written - 1, step, steps[number + 1] if number + 1 < len(steps) else None))
+        written += len(step.tokens)
+    return found
+
+
+def sizes_of(model: StreamingLM, gated: bool = False) -> Sizes:
+    """Sizes of a model that is ready for decoding, packed or not; `gated` counts a LoRA that acts on streams only."""
+    heads, layers = int(model.port.config.num_attention_heads), []
+    for i, (layer, kept) in enumerate(zip(model.port.layers, model.port.kept, strict=True)):
+        lora = lora_of(layer)
+        adds = model.gate is None or (gated and i in model.stream_layers)
+        own = sum(p.numel() for p in lora) if adds else 0
+        weights = matrices(layer) - sum(p.numel() for p in lora)
+        layers.append(Layer(weights, own, 2 * heads * (kept.key_size + kept.value_size)))
+    return Sizes(tuple(layers), len(model.trunk_layers), matrices(model.port.model.get_output_embeddings()), False)
+
+
+def lora_of(module: nn.Module) -> list[nn.Parameter]:
+    """Weights of all LoRA branches below `module`; none once they are merged."""
+    layers = [one for one in module.modules() if isinstance(one, LoraLayer)]
+    return [p for one in layers for branch in (one.lora_A, one.lora_B) for p in branch.parameters()]
+
+
+def matrices(module: nn.Module) -> int:
+    """Weights of all matrices at and below `module`, wherever they are packed."""
+    packed = [one for one in module.modules() if isinstance(one, PackedLinear)]
+    plain = sum(p.numel() for p in module.parameters() if p.dim() == 2)
+    return plain + sum((one.end - one.first) * one.packed.shape[1] for one in packed)

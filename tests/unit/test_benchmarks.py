@@ -1,0 +1,108 @@
+"""The scripts in benchmarks/ on a tiny adapter: sweeps can be gone on with, and the timeline parts a pass."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from forestream.bench.results import read_all
+from forestream.bench.series import series_of
+from forestream.config import SamplingSettings
+from forestream.generation import Generator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_adapter(tmp_path_factory.mktemp("benchmarks") / "tiny")
+
+
+def script(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))
+
+
+def test_a_sweep_is_a_series_and_goes_on_where_it_stopped(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from forestream.cli import app
+
+    commands: list[list[str]] = []
+
+    def bench(command: list[str], check: bool) -> None:
+        """As a process of its own would, without loading the libraries again."""
+        assert command[:4] == [sys.executable, "-m", "forestream", "bench"]
+        assert check
+        commands.append(command)
+        result = CliRunner().invoke(app, command[3:])
+        assert result.exit_code == 0, result.output
+
+    loaded = script("sweeps")
+    monkeypatch.setattr(loaded["subprocess"], "run", bench)
+    sizes = {"1": ("--batch-size", "1"), "2": ("--batch-size", "2")}
+    monkeypatch.setitem(loaded["SWEEPS"], "batch", sizes)
+    mine = [
+        "--adapter",
+        str(adapter),
+        "--task",
+        "synthetic",
+        "--limit",
+        "2",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    bench_own = ["--", "--dtype", "float32", "--compile", "off", "--max-new-tokens", "6"]
+    monkeypatch.setattr(sys, "argv", ["sweeps.py", "batch", *mine, *bench_own])
+    loaded["main"]()
+    assert len(commands) == 2
+    files = [tmp_path / f"batch-{size}.json" for size in (1, 2)]
+    (series,) = series_of(read_all(files))
+    assert (series.axis, [value for value, _ in series.points]) == ("batch size", [1, 2])
+    files[1].unlink()
+    loaded["main"]()
+    assert [Path(command[-1]).name for command in commands[2:]] == ["batch-2.json"]
+    assert json.loads(files[1].read_text())["settings"]["batch_size"] == 2
+
+
+def test_every_sweep_has_points() -> None:
+    points_of = script("sweeps")["points_of"]
+    for sweep, count in (("precision", 3), ("batch", 5), ("temperature", 4), ("prompt", 5)):
+        points = points_of(sweep, ["own"])
+        assert len(points) == len({name for name, _ in points}) == count
+        assert all(options[:2] == ["--adapter", "own"] and len(options) > 3 for _, options in points)
+    assert points_of("streams", ["a/four", "a/eight"]) == [
+        ("streams-four", ["--adapter", "a/four"]),
+        ("streams-eight", ["--adapter", "a/eight"]),
+    ]
+
+
+@pytest.mark.parametrize("arguments", [("streams",), ("batch", "--adapter", "a", "--adapter", "b"), ("colour",)])
+def test_impossible_sweeps_are_refused(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweeps.py", *arguments, "--output", "out"])
+    with pytest.raises(SystemExit):
+        script("sweeps")["main"]()
+
+
+def test_what_drawing_tokens_costs_is_a_part_of_its_own(adapter: Path) -> None:
+    """K14: the law with its temperature and cuts is in the part "choice", and the parts are the pass."""
+    loaded = script("timeline")
+    generator = Generator.from_pretrained(adapter, dtype=torch.float32)
+    generator.sampling = SamplingSettings(temperature=0.8, top_p=0.9)
+    for steps in (generator.plain_steps, generator.steps):
+        passes = list(loaded["timed"](generator.model, steps("name[A] ->", max_new_tokens=5)))
+        assert passes
+        for parts in passes:
+            assert set(parts) == {*loaded["PARTS"], "pass"}
+            assert parts["choice"] > 0
+            assert sum(seconds for part, seconds in parts.items() if part != "pass") == pytest.approx(parts["pass"])

@@ -1,0 +1,143 @@
+"""Operations against products that are watched while they run, and parameters against the tensors (K13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forestream.baseline import plain
+from forestream.bench.work import Work, matrices, sizes_of
+from forestream.config import DecodeSettings
+from forestream.decode import decode
+from forestream.drafting import drafter_for
+from forestream.model import StreamingLM
+from forestream.plan import Sizes
+from forestream.steps import tokens_of
+from oracle import Prophet
+from subject import CARRIERS
+from wrapped import prompt, wrapped
+
+SETTINGS = [
+    {"nodes": 8},
+    {"tree": "full", "k": 2, "streams": 2},
+    {"nodes": 8, "prune_to": 4},
+    {"nodes": 8, "prune_below": 1e-3},
+]
+START = prompt(7)
+
+
+@contextmanager
+def watched(model: StreamingLM) -> Iterator[list[int]]:
+    """Operations of every linear layer, LoRA included, that runs inside."""
+    done: list[int] = []
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, nn.Linear)
+        done.append(2 * inputs[0].numel() * module.out_features)
+
+    hooks = [one.register_forward_hook(note) for one in model.host.modules() if isinstance(one, nn.Linear)]
+    try:
+        yield done
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def products(model: StreamingLM, settings: DecodeSettings | None, tokens: int = 16) -> tuple[int, int, int]:
+    """Of the passes behind the prompt's: operations as counted, as watched, and passes."""
+    usual = settings or DecodeSettings(max_new_tokens=tokens)
+    truth = tokens_of(list(plain(model, START, usual)))
+    prophet = Prophet(drafter_for(usual), START + truth, 0.6)
+    run = plain(model, START, usual) if settings is None else decode(model, START, usual, drafter=prophet)
+    steps = [next(run)]
+    with watched(model) as done:
+        steps += run
+    work = Work.of(model, settings)
+    # What attention multiplies is no linear layer's: pairs are left out of the comparison by making them free.
+    counted = replace(work, sizes=_free(work.sizes), stream_sizes=_free(work.stream_sizes))
+    return counted.operations(len(START), steps), sum(done), len(steps) - 1
+
+
+def _free(sizes: Sizes) -> Sizes:
+    return replace(sizes, layers=tuple(replace(layer, pair=0) for layer in sizes.layers))
+
+
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+def test_plain_passes_are_counted_as_they_run(mode: str) -> None:
+    model = wrapped("llama", mode)
+    counted, seen, passes = products(model, None)
+    assert counted == seen > 0
+    assert passes == 15
+
+
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+@pytest.mark.parametrize("carriers", CARRIERS)
+@pytest.mark.parametrize("shape", SETTINGS, ids=str)
+def test_passes_with_drafts_are_counted_as_they_run(mode: str, carriers: Any, shape: dict[str, Any]) -> None:
+    model = wrapped("llama", mode)
+    settings = DecodeSettings(max_new_tokens=16, carriers=carriers, **shape)
+    counted, seen, _ = products(model, settings)
+    scorer = model.scorer if settings.prune_to or settings.prune_below else None
+    if scorer is not None:
+        # Its own two matrices are no linear layers; it reads every node that was offered.
+        counted -= sum(_scored(model, settings))
+    assert counted == seen > 0
+
+
+def _scored(model: StreamingLM, settings: DecodeSettings) -> Iterator[int]:
+    assert model.scorer is not None
+    truth = tokens_of(list(plain(model, START, settings)))
+    prophet = Prophet(drafter_for(settings), START + truth, 0.6)
+    for step in decode(model, START, settings, drafter=prophet):
+        if step.tree is not None and len(step.tree.tokens) > 1:
+            yield 2 * len(step.tree.tokens) * sum(p.numel() for p in model.scorer.parameters())
+
+
+def test_attention_grows_with_the_text() -> None:
+    model = wrapped("llama", "joint")
+    steps = list(plain(model, START, DecodeSettings(max_new_tokens=6)))
+    work = Work.of(model)
+    longer, shorter = work.operations(len(START) + 10, steps), work.operations(len(START), steps)
+    pair = sum(layer.pair for layer in work.sizes.layers)
+    assert longer - shorter == 5 * 10 * pair > 0
+    assert work.operations(len(START), steps) == work.plain(len(START), steps)
+
+
+@pytest.mark.parametrize("host", ["llama", "gpt2", "opt-pre"])
+def test_packed_weights_count_as_plain_ones(host: str) -> None:
+    model = wrapped(host, "joint")
+    model.merge()
+    before = sizes_of(model)
+    model.prepare("off")
+    assert sizes_of(model) == before
+    layer = model.port.layers[0]
+    assert matrices(layer) == before.layers[0].weights > 0
+
+
+def test_parameters_are_those_that_only_drafting_needs() -> None:
+    joint, lossless = wrapped("llama", "joint"), wrapped("llama", "lossless")
+    assert Work.of(joint).parameters == Work.of(joint, DecodeSettings(nodes=1)).parameters == 0
+    assert joint.start is not None
+    assert joint.scorer is not None
+    start = sum(p.numel() for p in joint.start.parameters())
+    scorer = sum(p.numel() for p in joint.scorer.parameters())
+    assert Work.of(joint, DecodeSettings()).parameters == start
+    assert Work.of(joint, DecodeSettings(prune_to=3)).parameters == start + scorer
+    gated = sum(p.numel() for name, p in lossless.host.named_parameters() if ".lora_" in name)
+    assert Work.of(lossless, DecodeSettings()).parameters == start + gated > start
+    assert Work.of(lossless).parameters == 0
+
+
+def test_bytes_are_parameters_and_the_slots_of_a_larger_pass() -> None:
+    model = wrapped("llama", "joint")
+    small, large = (Work.of(model, DecodeSettings(nodes=nodes)).bytes for nodes in (8, 9))
+    kept = model.port.kept
+    assert large - small == sum(one.heads * (one.key_size + one.value_size) for one in kept) * 4
+    assert Work.of(model).bytes == 0
+    assert model.dtype == torch.float32

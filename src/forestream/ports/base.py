@@ -186,6 +186,13 @@ class Port(ABC):
 
     def head(self, finished: Tensor) -> Tensor:
         """LM head with logit scale or softcap: finished [B,n,E] -> logits [B,n,V]."""
-        head: Any = self.model.lm_head
-        logits: Tensor = head(finished)
+        return self.scaled(self.projection(finished))
+
+    @property
+    def projection(self) -> Any:
+        """The LM head's linear layer."""
+        return self.model.lm_head
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the host makes of its projection's output: a logit scale or softcap, [B,n,V] -> [B,n,V]."""
         return logits

@@ -18,9 +18,8 @@ class GemmaPort(RotaryDecoderPort):
 class _SoftcappedPort(QwenPort):
     """Windows by layer type, and a head that may squash its logits."""
 
-    def head(self, finished: Tensor) -> Tensor:
-        """LM head, then cap * tanh(logits / cap) where the config sets a cap: [B,n,E] -> [B,n,V]."""
-        logits = super().head(finished)
+    def scaled(self, logits: Tensor) -> Tensor:
+        """cap * tanh(logits / cap) where the config sets a cap: [B,n,V] -> [B,n,V]."""
         cap: float | None = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -118,8 +118,7 @@ class GenericPort(RotaryDecoderPort):
         finished: Tensor = getattr(self.decoder, self._norm_name)(hidden)
         return finished
 
-    def head(self, finished: Tensor) -> Tensor:
-        """Output embedding alone: [B,n,D] -> [B,n,V]; scaled logits make the parity check fail."""
-        head: Any = self.model.get_output_embeddings()
-        logits: Tensor = head(finished)
-        return logits
+    @property
+    def projection(self) -> Any:
+        """The output embedding; logits that are scaled behind it make the parity check fail."""
+        return self.model.get_output_embeddings()

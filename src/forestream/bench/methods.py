@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from peft import PeftModel
 
 from forestream.baseline import plain_batch
 from forestream.bench.stock import stock
+from forestream.checkpoint import lora_tensors, own_tensors
 from forestream.config import DecodeSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
 from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.requests import Request
+from forestream.rivals.medusa import MedusaHeads
+from forestream.rivals.medusa_folder import best_shape, load_heads
 from forestream.schedule import Schedule
 from forestream.steps import Step, by_text
 
@@ -22,17 +28,38 @@ from forestream.steps import Step, by_text
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
 PLAIN = "plain"
 STOCK = "transformers"
+MEDUSA = "medusa"
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
+_MEDUSA = re.compile(rf"{MEDUSA}(-(?P<tree>full|budget|static)-(?P<size>\d+))?")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A named way to decode; `settings` is None for plain decoding."""
+    """A named way to decode; `settings` is None for plain decoding.
+
+    Attributes:
+        parameters: numbers that drafting needs beside those of the model that writes.
+    """
 
     name: str
     settings: DecodeSettings | None
     run: Run
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Medusa heads on a generator's model, and the folder that they came from."""
+
+    heads: MedusaHeads
+    folder: Path
+
+    @staticmethod
+    def load(folder: Path, generator: Generator) -> Medusa:
+        """The heads of `folder`, for a generator that was loaded from an adapter. Errors as in `load_heads`."""
+        assert generator.adapter is not None
+        return Medusa(load_heads(folder, generator.adapter, generator.model), folder)
 
 
 def method(
@@ -41,6 +68,7 @@ def method(
     prune_below: float = 0.05,
     host: Callable[[], StreamingLM] | None = None,
     load: Callable[[str], Generator] | None = None,
+    medusa: Medusa | None = None,
 ) -> Method:
     """The method of this name, on this generator.
 
@@ -51,6 +79,9 @@ def method(
     budget-M, full-K         a tree of M nodes, or of the K best tokens of each stream
     ...+prune                the same, edges below `prune_below` pruned
     ...+fused                the same, every surviving node carrying streams
+    medusa                   heads in place of streams, with the generator's own tree
+    medusa-static-M          the same, with the tree of M nodes that their measured acceptance makes the best
+    medusa-budget-M, -full-K the same, with a tree of M nodes, or of the K best tokens of each head
 
     Raises:
         ConfigError: the name is none of these.
@@ -70,11 +101,13 @@ def method(
         return Method(name, None, lambda prompts: stock(bare, prompts, generator.settings, generator.eos))
     if name == "forestream":
         return drafting(name, generator, generator.settings, generator.schedule)
+    if (match := _MEDUSA.fullmatch(name)) is not None:
+        return _medusa(name, generator, medusa, match["tree"], int(match["size"] or 0))
     match = _TREE.fullmatch(name)
     if match is None:
         raise ConfigError(
             f"unknown method {name!r}; known are plain, plain-DTYPE, transformers, forestream, budget-M and full-K, "
-            "the last two also with +prune, +fused or +prune+fused"
+            "the last two also with +prune, +fused or +prune+fused; medusa, medusa-static-M, -budget-M and -full-K"
         )
     settings = replace(
         generator.settings,
@@ -95,14 +128,40 @@ def _plain(name: str, generator: Generator) -> Method:
     return Method(name, None, run)
 
 
-def drafting(name: str, generator: Generator, settings: DecodeSettings, schedule: Schedule | None = None) -> Method:
-    """Decoding with drafts under `settings`, or under a schedule that begins with them."""
+def drafting(
+    name: str,
+    generator: Generator,
+    settings: DecodeSettings,
+    schedule: Schedule | None = None,
+    heads: MedusaHeads | None = None,
+) -> Method:
+    """Decoding with drafts under `settings`, or under a schedule that begins with them; of heads, or of streams."""
+    model = generator.model
 
     def run(prompts: Sequence[Sequence[int]]) -> list[list[Step]]:
-        run = decode_batch(generator.model, _asked(generator, prompts), schedule or settings)
+        run = decode_batch(model, _asked(generator, prompts), schedule or settings, heads=heads)
         return by_text(run, len(prompts))
 
-    return Method(name, settings, run)
+    return Method(name, settings, run, added_parameters(model) if heads is None else heads.added)
+
+
+def added_parameters(model: StreamingLM) -> int:
+    """Numbers that streams need beside the model that writes: their start, the scorer, and a LoRA of their own."""
+    added = list(own_tensors(model).values())
+    if isinstance(model.host, PeftModel) and model.stream_config.mode == "lossless":
+        added += lora_tensors(model.host).values()
+    return sum(tensor.numel() for tensor in added)
+
+
+def _medusa(name: str, generator: Generator, medusa: Medusa | None, tree: str | None, size: int) -> Method:
+    if medusa is None:
+        raise ConfigError(f"{name} needs heads; give the folder that `forestream train-medusa` wrote (--medusa)")
+    settings = replace(generator.settings, prune_below=0.0, prune_to=None, carriers="deferred")
+    if tree == "static":
+        settings = replace(settings, tree="static", shape=best_shape(medusa.folder, size), streams=None)
+    elif tree is not None:
+        settings = replace(settings, **_size(tree, size), shape=None, streams=None)
+    return drafting(name, generator, settings, heads=medusa.heads)
 
 
 def _asked(generator: Generator, prompts: Sequence[Sequence[int]]) -> list[Request]:

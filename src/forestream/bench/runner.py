@@ -53,6 +53,7 @@ class Record:
         repeats = max(len(self.runs[0].repeats), 1)
         return {
             "settings": vars(self.method.settings) if self.method.settings else None,
+            "added_parameters": self.method.parameters,
             "prompts": len(self.runs),
             "generated_tokens": once.generated,
             "passes": once.passes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from forestream.objective import LossConfig, TargetBatch, count_targets
 from forestream.rivals.medusa import MedusaConfig, MedusaHeads
 from forestream.rivals.medusa_folder import ACCEPTANCE, MANIFEST, HeadsManifest, best_shape, load_heads, save_heads
 from forestream.rivals.medusa_training import PUBLISHED, HeadsObjective, fit_heads
-from forestream.training import TrainConfig
+from forestream.training import TrainConfig, fit
 from medusae import HEADS, shaken
 from wrapped import prompt, trainable, wrapped
 
@@ -142,6 +143,31 @@ def test_it_learns_and_the_model_stays(projection: Any, dtype: Any, tmp_path: Pa
     assert report["last_log"]["stream_1_accuracy"] > 0.5
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert not model.training  # dropout would show the heads other states than they will read
+
+
+def test_heads_and_lora_learn_together_and_go_on(tmp_path: Path) -> None:
+    """Plain heads in the joint loss: an interrupted run gives what an uninterrupted one does."""
+    texts = [Tokens(prompt(3, seed=i % 4), prompt(8, seed=50 + i % 4)) for i in range(80)]
+    config = TrainConfig(batch_size=4, learning_rate=0.02, warmup=2, dtype="float32", log_every=1, save_every=8)
+    loss = LossConfig(main=1.0, stream=0.3)
+
+    def trained(folder: Path) -> dict[str, Tensor]:
+        model = trainable("llama", streams=0)
+        heads = MedusaHeads.fresh(MedusaConfig(HEADS, "shared"), model)
+        objective = HeadsObjective(model, heads, loss)
+        fit(model, texts, 0, folder, config, loss, resume=True, objective=objective)
+        return {**dict(heads.named_parameters()), **{n: p for n, p in model.named_parameters() if p.requires_grad}}
+
+    once = trained(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    for term in ("main", "stream_1", "stream_4"):
+        losses = [line[f"{term}_loss"] for line in lines if f"{term}_loss" in line]
+        assert losses[-1] < 0.7 * losses[0], term
+    for path in (tmp_path / "run").glob("checkpoint-20*"):
+        shutil.rmtree(path)
+    again = trained(tmp_path / "run")
+    assert once.keys() == again.keys()
+    assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -57,8 +57,13 @@ class Medusa:
 
     @staticmethod
     def load(folder: Path, generator: Generator) -> Medusa:
-        """The heads of `folder`, for a generator that was loaded from an adapter. Errors as in `load_heads`."""
-        assert generator.adapter is not None
+        """The heads of `folder`, on the model of `generator`. Errors as in `load_heads`.
+
+        Raises:
+            ConfigError: the generator was not loaded from an adapter folder.
+        """
+        if generator.adapter is None:
+            raise ConfigError("heads belong to an adapter; load the generator from its folder (from_pretrained)")
         return Medusa(load_heads(folder, generator.adapter, generator.model), folder)
 
 

@@ -37,6 +37,7 @@ def main(arguments: list[str]) -> None:
     made = provenance.collect(arguments, program="benchmarks/plain_heads.py")
     checkpoint.check_output(given.output)
     recipe = recipes.Recipe.from_dict(recipes.overridden(recipes.read(given.recipe), given.overrides), given.recipe)
+    recipe = replace(recipe, training=recipe.training.on("cpu"))
     twin = replace(recipe.streams, streams=0)
     rows = get_task(recipe.task).examples("train", given.data_dir)
     host, tokenizer = load_base(recipe.base, getattr(torch, recipe.training.dtype))

@@ -56,4 +56,4 @@ def check(
 @torch.inference_mode()
 def stream_logits(model: StreamingLM, checked: Checked, streams: int, cache: StreamCache) -> Tensor:
     """Logits of the streams of the node accepted last."""
-    return decode.stream_logits(model, checked.whole, [(0, checked.verdict.path[-1])], streams, cache)[0]
+    return decode.look_ahead(model, checked.whole, [(0, checked.verdict.path[-1])], streams, cache)[0]

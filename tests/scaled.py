@@ -140,6 +140,7 @@ def spread(folder: Path) -> None:
     (folder / f"report-{index}.json").write_text(json.dumps(report))
     run(folder / "accumulated", subject(), settings(batch_size=1, accumulate=UPDATE // 2))
     run(folder / "shards", subject(), settings(batch_size=UPDATE // 2, layout="shards"))
+    run(folder / "vocabulary", subject(), settings(batch_size=UPDATE // 2, layout="shards", draft_vocabulary=20))
     lossless = subject(mode="lossless")
     run(folder / "lossless", lossless, settings(batch_size=1, accumulate=UPDATE // 2, layout="shards"))
     frozen = sum(p.to_local().numel() for p in lossless.parameters() if not p.requires_grad)  # type: ignore[attr-defined]

@@ -32,13 +32,14 @@ class Trace:
     """The K best candidates of G streams for each of the T tokens of a text as root.
 
     Row t is what decoding has when token t is the last verified one: the streams of the node before it (of the
-    prompt's last token, for t = 0). Its stream j, counted from 1, drafts token t + j.
+    prompt's last token, for t = 0). Its stream j, counted from 1, drafts token t + j; where there is a path sampler, as
+    behind the text's own token t + j - 1.
 
     Attributes:
         tokens: the text behind the prompt, its first token included.
         ids: candidates, best first, exact ties to the lowest id.
-        log_probs: their log-probabilities, normalised over the whole vocabulary.
-        vocabulary: V, tokens that the streams chose from.
+        log_probs: their log-probabilities, normalised over all that the streams chose from.
+        vocabulary: tokens that the streams chose from: V, or those of the draft vocabulary.
         limit: the cap under which the text was written; larger than T if the text ended by itself.
 
     Raises:
@@ -125,15 +126,15 @@ def record(
         raise ConfigError("the adapter has 0 streams; a trace can be recorded of one that was trained with streams")
     if not tokens or candidates < 1:
         raise ConfigError(f"{len(tokens)} tokens and {candidates} candidates; expected at least one of both")
-    text = [*prompt, *tokens[:-1]]
-    carriers = torch.arange(len(prompt) - 1, len(text))[None]
-    output = model(torch.tensor([text], device=model.device), Pack.text(len(text), carriers, streams))
-    states = output.streams[0].transpose(0, 1).flatten(0, 1)  # streams of token 0, then of token 1, ...
+    states = stream_states(model, prompt, tokens).flatten(0, 1)  # streams of token 0, then of token 1, ...
     ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    for rows in states.split(ROWS):
-        logits = model.logits(rows)
-        best, scores = best_tokens(logits, candidates)
+    known = None if model.vocabulary is None else model.vocabulary.ids
+    # What a stream foretells behind the text's own tokens: no other path is followed.
+    before = torch.tensor([*tokens, *[0] * streams], device=model.device).unfold(0, streams, 1)[: len(tokens)].flatten()
+    for rows, own in zip(states.split(ROWS), before.split(ROWS), strict=True):
+        logits = model.draft_logits(model.behind(rows, own))
+        best, scores = best_tokens(logits, candidates, known)
         ids += best
         log_probs += scores
     return Trace(
@@ -145,11 +146,23 @@ def record(
     )
 
 
+@torch.inference_mode()
+def stream_states(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "T G D"]:
+    """Final states of the streams that are there when each of `tokens` is the last verified one, by one pass."""
+    text = [*prompt, *tokens[:-1]]
+    carriers = torch.arange(len(prompt) - 1, len(text))[None]
+    pack = Pack.text(len(text), carriers, model.stream_config.streams)
+    output = model(torch.tensor([text], device=model.device), pack)
+    states: Tensor = output.streams[0].transpose(0, 1)
+    return states
+
+
 def simulate(trace: Trace, drafter: RankDrafter, streams: int) -> Simulated:
     """Decode the text of `trace` with the trees of `drafter`, without the model and without pruning.
 
     Trees, passes and accepted drafts are those of `decode` with as many streams, in float32 and with the limit of the
-    trace, except where rounding decides between two trees that are equally good.
+    trace, except where rounding decides between two trees that are equally good. With a path sampler a trace knows what
+    is foretold behind the text alone: full and static trees do as said, budget trees about so.
 
     Raises:
         ConfigError: the trace has fewer streams, or fewer candidates than the drafter may look at.

@@ -35,6 +35,25 @@ _CONVERSION: Final = 1  # raise when _convert() writes something else: then olde
 _SAMPLES: Final = 256
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices itself; on others they cost many times what float32 does."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def usual_dtype(device: str) -> torch.dtype:
+    """What to compute in on `device` where nobody says: bfloat16 if it is at home there, else what is faster.
+
+    >>> usual_dtype("cpu") in (torch.bfloat16, torch.float32)
+    True
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    if kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16
+
+
 def load_base(
     name: str, dtype: torch.dtype = torch.float32, attn: str = "sdpa"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

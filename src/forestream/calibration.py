@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forestream.acceptance import NO_TOKEN, record
+from forestream.acceptance import NO_TOKEN, record, stream_states
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.decode import check, commit, streams_in_use, tree_limit
 from forestream.drafting import DraftTree, drafter_for
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
+from forestream.paths import Paths
 from forestream.prefill import prompt_pass, token_limit
 from forestream.pruning import Keep
 from forestream.steps import tokens_of
@@ -114,14 +115,18 @@ def score_text(
     drafter = drafter_for(settings)
     limit = token_limit(model, prompt, settings.max_new_tokens)
     trace = record(model, prompt, text, max(drafter.width, 1), limit)
+    states = stream_states(model, prompt, text)
     cache = model.new_cache(len(prompt) + len(text) + tree_limit(settings, streams))
     prompt_pass(model, prompt, 0, cache, settings.prompt_chunk)
     places = []
     rest = (*text, *[NO_TOKEN] * streams)
     for root in range(len(text) - 1):
         depth = min(streams, limit - root - 2)  # a pass yields one token more than it accepts
-        candidates, log_probs = trace.ids[root, :depth].tolist(), trace.log_probs[root, :depth].tolist()
-        tree = drafter.grow(text[root], candidates, log_probs)
+        if model.sampler is not None:
+            tree = drafter.follow(text[root], Paths(model, states[root, :depth]))
+        else:
+            candidates, log_probs = trace.ids[root, :depth].tolist(), trace.log_probs[root, :depth].tolist()
+            tree = drafter.grow(text[root], candidates, log_probs)
         noted = _Noted()
         checked = check(model, [tree], cache, 0, settings, noted)
         places.append(Scored(tree.topology, noted.edges, _followed(tree, rest[root + 1 :])))

@@ -37,7 +37,7 @@ def render(
     """
     source = _source(made)
     sections = [
-        f"# {name}\n\n{_what(config, base)}",
+        f"# {name}\n\n{_what(config, base)}{_drafts(made.get('vocabulary') or {})}",
         f"## How to load it\n\n{_loading(name, config, base, source)}",
         _data(made, source),
         _recipe(made),
@@ -107,6 +107,16 @@ def _what(config: StreamConfig, base: str) -> str:
         f"A LoRA of rank {config.lora_rank} for {_shown(base)} with {config.streams} streams on its top "
         f"{config.stream_layers} layers: the model drafts its own next {config.streams} tokens in the pass that checks "
         f"the last ones. {learned}"
+    )
+
+
+def _drafts(vocabulary: dict[str, Any]) -> str:
+    """Of an adapter that was trimmed, what its streams draft."""
+    if not vocabulary:
+        return ""
+    return (
+        f" Its streams draft {vocabulary['size']:,} of {vocabulary['of']:,} tokens, those of the task's texts; the "
+        "text may hold any."
     )
 
 

@@ -1,7 +1,7 @@
 """An adapter folder: the LoRA as PEFT writes it, the streams and scorer beside it, and what they were made for.
 
 adapter_model.safetensors, adapter_config.json   the LoRA; a joint one also loads in PEFT alone
-streams.safetensors                              P_j, the optional start map, the exit scorer
+streams.safetensors                              P_j; start map, exit scorer, draft vocabulary and path sampler, if any
 forestream.json                                  format, StreamConfig, base model and its fingerprint
 provenance.json                                  command, commit, versions, machine
 README.md                                        the model card, written from the provenance
@@ -15,7 +15,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,12 +32,17 @@ from forestream import card
 from forestream.bases import fingerprint, load_base
 from forestream.config import JsonConfig, Quantise, StreamConfig
 from forestream.data import template_print
-from forestream.errors import CheckpointError, PrecisionWarning
+from forestream.errors import CheckpointError, ConfigError, PrecisionWarning
 from forestream.model import StreamingLM
 from forestream.processes import is_first, whole
 from forestream.quantised import quantise as quantise_model
+from forestream.vocabulary import DraftVocabulary
 
 FORMAT = 1
+VOCABULARY = "vocabulary.ids"
+"""A tensor of `STREAMS` that may be missing: without it, streams draft any token."""
+SAMPLER = ("sampler.state", "sampler.token", "sampler.up")
+"""Tensors of `STREAMS` that may be missing together: without them, streams draft by themselves."""
 LORA, STREAMS, MANIFEST, PROVENANCE = (
     "adapter_model.safetensors",
     "streams.safetensors",
@@ -99,14 +104,15 @@ class Manifest:
 
 
 def own_tensors(model: StreamingLM) -> dict[str, Tensor]:
-    """Everything trained beside the LoRA, by name: start.* and scorer.*."""
-    parts = {"start": model.start, "scorer": model.scorer}
-    return {
+    """Everything of an adapter beside its LoRA, by name: start.*, scorer.* and sampler.*, and the draft vocabulary."""
+    parts = {"start": model.start, "scorer": model.scorer, "sampler": model.sampler}
+    trained = {
         f"{name}.{key}": tensor.detach()
         for name, part in parts.items()
         if part is not None
         for key, tensor in part.state_dict().items()
     }
+    return trained | ({} if model.vocabulary is None else {VOCABULARY: model.vocabulary.ids.int()})
 
 
 def lora_tensors(host: PeftModel) -> dict[str, Tensor]:
@@ -124,7 +130,8 @@ def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = 
         raise CheckpointError("this model's adapter was merged; only an unmerged one can be saved")
 
     def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: whole(t.detach()).to("cpu", dtype or t.dtype).contiguous() for name, t in tensors.items()}
+        as_is = {name: whole(t.detach()).cpu() for name, t in tensors.items()}
+        return {n: (t.to(dtype or t.dtype) if t.is_floating_point() else t).contiguous() for n, t in as_is.items()}
 
     lora, own = stored(lora_tensors(model.host)), stored(own_tensors(model))
     if is_first():
@@ -144,19 +151,44 @@ def read_weights(model: StreamingLM, folder: Path, alone: bool = False) -> None:
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
     lora = _tensors(folder / LORA, lora_tensors(model.host))
-    own = {} if alone else _tensors(folder / STREAMS, own_tensors(model))
+    own = {} if alone else _tensors(folder / STREAMS, own_tensors(model), (VOCABULARY, *SAMPLER))
+    if not alone:
+        _restrict(model, folder / STREAMS, own.get(VOCABULARY))
+        _sample(model, folder / STREAMS, {name: own[name] for name in SAMPLER if name in own})
     set_peft_model_state_dict(model.host, lora)
-    for name, part in {"start": model.start, "scorer": model.scorer}.items():
+    for name, part in {"start": model.start, "scorer": model.scorer, "sampler": model.sampler}.items():
         if part is not None:
             prefix = f"{name}."
             part.load_state_dict({k.removeprefix(prefix): t for k, t in own.items() if k.startswith(prefix)})
+
+
+def _restrict(model: StreamingLM, path: Path, ids: Tensor | None) -> None:
+    """Give `model` the draft vocabulary that `path` holds, or none."""
+    try:
+        model.restrict(None if ids is None else DraftVocabulary(ids, model.port.head_size))
+    except ConfigError as error:
+        raise CheckpointError(f"{path} holds no draft vocabulary for this base: {error}") from error
+
+
+def _sample(model: StreamingLM, path: Path, found: dict[str, Tensor]) -> None:
+    """Give `model` a path sampler of the size that `path` holds, or none."""
+    if not found:
+        model.sampler = None
+        return
+    width = found[SAMPLER[-1]].shape[0] if SAMPLER[-1] in found else 0
+    if model.sampler is None or model.sampler.width != width:  # one that is under training stays the optimizer's
+        model.add_sampler(width)
+    expected = {name: tensor for name, tensor in own_tensors(model).items() if name in SAMPLER}
+    if any(name not in found or found[name].shape != tensor.shape for name, tensor in expected.items()):
+        raise CheckpointError(f"{path} holds a path sampler that does not fit this base, or a part of one")
 
 
 def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
     """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
 
     A joint LoRA is of use whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0
-    streams takes the LoRA alone.
+    streams takes the LoRA alone. Its draft vocabulary and path sampler are not taken: the model keeps its own
+    vocabulary, and a sampler is to be trained for the streams that there will be.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
@@ -186,14 +218,18 @@ def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
             f"{folder} cannot be started from: it was trained with {'; '.join(differing)}; train with its settings, or "
             "start from fresh weights"
         )
+    vocabulary = model.vocabulary
     read_weights(model, folder, alone=not wanted["streams"])
+    model.restrict(vocabulary)
+    model.sampler = None
     digest = hashlib.sha256()
     for name in (LORA, STREAMS):
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 
 
-def _tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(path: Path, expected: dict[str, Tensor], free: Sequence[str] = ()) -> dict[str, Tensor]:
+    """What `path` holds, which has to be what is expected; tensors in `free` may be there or not, in any shape."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the adapter folder is incomplete")
     try:
@@ -202,7 +238,7 @@ def _tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is corrupt or no safetensors file: {error}") from error
     wrong = sorted(
         name
-        for name in set(found) | set(expected)
+        for name in (set(found) | set(expected)) - set(free)
         if name not in found or name not in expected or found[name].shape != expected[name].shape
     )
     if wrong:

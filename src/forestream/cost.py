@@ -97,6 +97,7 @@ class Profile(Measured):
         head: final norm and LM head, seconds by rows.
         overhead: seconds of a plain pass outside of its layers and head.
         draft_overhead: seconds that a speculative pass spends beyond that: on drafting, verifying and committing.
+        draft_head: the streams' head where it is a smaller one, of a draft vocabulary; None where it is `head`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -114,12 +115,13 @@ class Profile(Measured):
     head: Curve
     overhead: float
     draft_overhead: float
+    draft_head: Curve | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "dtype", "device", "processor", "compile"):
             if not isinstance(value := getattr(self, name), str):
                 raise ConfigError(f"{name} is {value!r}; expected text")
-        for name in ("layer", "head"):
+        for name in ("layer", "head", *(() if self.draft_head is None else ("draft_head",))):
             if not isinstance(value := getattr(self, name), Curve):
                 raise ConfigError(
                     f"{name} is {value!r}; expected a curve, an object with points [[rows, seconds], ...]"
@@ -135,7 +137,7 @@ class Profile(Measured):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        curves = {name: values[name] for name in ("layer", "head") if isinstance(values.get(name), dict)}
+        curves = {name: values[name] for name in ("layer", "head", "draft_head") if isinstance(values.get(name), dict)}
         return super().from_dict({**values, **{name: Curve.from_dict(curve) for name, curve in curves.items()}})
 
 
@@ -149,7 +151,7 @@ def pass_seconds(
 ) -> float:
     """Seconds of a pass over a draft tree, drafting and verifying included.
 
-        overhead + draft overhead + (N_L - N_s) layer(nodes) + head(kept) + head(G)
+        overhead + draft overhead + (N_L - N_s) layer(nodes) + head(kept) + draft head(G)
             + N_s layer(kept (1 + G))                  fused
             + N_s layer(kept) + N_s layer(G)           deferred
             + head(nodes)                              the exit scorer, where branches are pruned
@@ -177,7 +179,7 @@ def pass_seconds(
     seconds += profile.stream_layers * profile.layer(rows)
     seconds += profile.head(survivors)
     if streams:
-        seconds += profile.head(streams)
+        seconds += (profile.draft_head or profile.head)(streams)
         if carriers == "deferred":
             seconds += profile.stream_layers * profile.layer(streams)
     return seconds

@@ -17,8 +17,10 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from forestream.errors import DataError, PromptError
+from forestream.model import StreamingLM
 from forestream.objective import IGNORED, TargetBatch
 from forestream.tasks.base import Example, Message
+from forestream.vocabulary import DraftVocabulary
 
 Targets = Literal["completion", "all"]
 """Which tokens the loss is about: those of completions, or those of prompts too."""
@@ -112,6 +114,16 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, example: Example) -> Tokens:
         raise DataError(f"an example has an empty prompt; its completion begins {example.completion[:40]!r}")
     completion = tokenizer(example.completion, add_special_tokens=False)["input_ids"]
     return Tokens(prompt, (*completion, end))
+
+
+def restrict_drafts(model: StreamingLM, examples: Sequence[Tokens], end: int, size: int) -> None:
+    """Let streams of `model` draft the `size` most frequent tokens of completions, `end` of text among them, only.
+
+    With a size of 0 the model stays as it is, and so does one without streams.
+    """
+    if size and model.stream_config.streams:
+        completions = (example.completion for example in examples)
+        model.restrict(DraftVocabulary.counted(completions, end, model.port.head_size, size))
 
 
 class TokenDataset(Dataset[Tokens]):

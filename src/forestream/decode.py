@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -17,6 +18,7 @@ from forestream.errors import ConfigError
 from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.paths import Paths
 from forestream.prefill import Heads, begin
 from forestream.pruning import Keep, edge_scores, keep_rule
 from forestream.requests import Request
@@ -46,7 +48,8 @@ def decode(
         prompt: token ids, at least one, to go on from greedily; or a request that says more.
         settings: shape of the draft trees, and the cap on tokens.
         eos: ids that end the text; they are yielded.
-        drafter: replaces the one that `settings` name; its trees must not be larger than theirs.
+        drafter: replaces the one that `settings` name; its trees must not be larger than theirs. It is handed logits
+            of all V tokens, minus infinity at those that the draft vocabulary leaves out.
         memory: what is known from earlier texts, and will be of this one.
         heads: foretell in place of the model's streams, of which no pass then carries any.
 
@@ -91,7 +94,7 @@ def decode_batch(
         if memory is not None:
             memory.check(rows[0].text)
         plan = plans[schedule.least(len(rows))]
-        offered = [_draft(plan, row, logits) for row, logits in zip(rows, drafts, strict=True)]
+        offered = [_draft(plan, row, ahead) for row, ahead in zip(rows, drafts, strict=True)]
         streams = plan.streams if any(row.left > 1 for row in rows) else 0
         checked = check(model, offered, cache, streams, plan.settings, plan.keep)
         with torch.inference_mode():
@@ -102,9 +105,9 @@ def decode_batch(
         if any(rows[i].left > 1 for i in going):
             wanted = plans[schedule.least(len(going))].streams
             places = [(i, verdicts[i].path[-1]) for i in going]
-            drafts = list(stream_logits(model, checked, places, wanted, cache, heads))
+            drafts = list(look_ahead(model, checked, places, wanted, cache, heads))
         else:
-            drafts = [logits[:0] for logits in drafts[: len(going)]]
+            drafts = [ahead[:0] for ahead in drafts[: len(going)]]
         seconds = (perf_counter() - began) / len(rows)
         yield [
             (number, _step(tree, kept, verdict, seconds, row, scores))
@@ -122,7 +125,7 @@ class Plan:
     settings: DecodeSettings
     streams: int
     keep: Keep | None
-    draft: Drafter
+    draft: Callable[[Row, Tensor], DraftTree]
     slots: int
 
     @staticmethod
@@ -140,7 +143,28 @@ class Plan:
         if keep is not None and streams and model.scorer is None:
             raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
         slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
-        return Plan(settings, streams, keep, drafter or drafter_for(settings), max(slots, streams + 1))
+        return Plan(settings, streams, keep, _drafter(model, settings, drafter, heads), max(slots, streams + 1))
+
+
+def _drafter(
+    model: StreamingLM, settings: DecodeSettings, given: Drafter | None, heads: Heads | None = None
+) -> Callable[[Row, Float[Tensor, "G X"]], DraftTree]:
+    """What makes a text's tree out of what `StreamingLM.ahead` made of its streams, or out of the logits of `heads`."""
+    own = drafter_for(settings)
+    # A draft vocabulary and a path sampler are the streams' own.
+    vocabulary, sampler = (model.vocabulary, model.sampler) if heads is None else (None, None)
+
+    def draft(row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
+        law = partial(row.mirrored, vocabulary=vocabulary)
+        if sampler is not None and given is None:
+            return own.follow(row.text[-1], Paths(model, ahead, law))
+        logits = law(ahead if sampler is None else model.draft_logits(ahead))
+        if given is None:
+            return own(row.text, logits, None if vocabulary is None else vocabulary.ids)
+        # Whoever wrote it counts on columns being tokens.
+        return given(row.text, logits if vocabulary is None else vocabulary.spread(logits))
+
+    return draft
 
 
 @dataclass(frozen=True)
@@ -204,15 +228,15 @@ def commit(model: StreamingLM, checked: Checked, verdicts: Sequence[Verdict], ca
 
 
 @torch.inference_mode()
-def stream_logits(
+def look_ahead(
     model: StreamingLM,
     checked: Checked,
     places: Sequence[tuple[int, int]],
     streams: int,
     cache: StreamCache,
     heads: Heads | None = None,
-) -> Float[Tensor, "B G V"]:
-    """Logits of the accepted nodes' streams: picked out of the pass (fused) or computed behind it (deferred).
+) -> Float[Tensor, "B G X"]:
+    """What `StreamingLM.ahead` makes of the accepted nodes' streams: out of the pass (fused) or behind it (deferred).
 
     Args:
         places: row of the pass and node of its surviving tree, for every row of `cache`.
@@ -224,14 +248,14 @@ def stream_logits(
     if heads is not None:
         return heads(checked.main[rows, nodes], streams)
     if checked.streams.shape[1] >= streams:
-        return model.logits(checked.streams[rows, :, nodes][:, :streams])
-    return model.logits(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
+        return model.ahead(checked.streams[rows, :, nodes][:, :streams])
+    return model.ahead(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
 
 
-def _draft(plan: Plan, row: Row, logits: Float[Tensor, "G V"]) -> DraftTree:
+@torch.inference_mode()
+def _draft(plan: Plan, row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
     # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
-    depth = min(plan.streams, row.left - 1)
-    return row.legal(plan.draft(row.text, row.mirrored(logits[:depth])))
+    return row.legal(plan.draft(row, ahead[: min(plan.streams, row.left - 1)]))
 
 
 def _going(model: StreamingLM, rows: Sequence[Row], cache: StreamCache) -> list[int]:

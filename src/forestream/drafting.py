@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -43,9 +43,13 @@ class DraftTree:
         return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep))
 
 
+# Tokens behind the root; the candidates behind a path with their log-probabilities, best first.
+Path = tuple[int, ...]
+Candidates = tuple[Sequence[int], Sequence[float]]
+
 # A branch that may come next: -log p of its path, its tokens (they break ties), log p of the parent's path, the parent,
 # and its rank among the tokens of its stream.
-Branch = tuple[float, tuple[int, ...], float, int, int]
+Branch = tuple[float, Path, float, int, int]
 
 
 class Drafter(Protocol):
@@ -62,6 +66,12 @@ class Drafter(Protocol):
 class RankDrafter(Drafter, Protocol):
     """A drafter that looks at nothing but the best candidates of each stream, so that a record of them is enough."""
 
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        """As of any drafter, where the columns of `logits` are all V tokens, or those that `ids` names in order."""
+        ...
+
     @property
     def width(self) -> int:
         """Most candidates of a stream that a tree can take."""
@@ -72,6 +82,27 @@ class RankDrafter(Drafter, Protocol):
 
         Rows are best first and of one length: `width`, or the vocabulary where that is smaller.
         """
+        ...
+
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        """The same, where what a stream foretells depends on the token that a path has before it."""
+        ...
+
+
+class Ahead(Protocol):
+    """What streams foretell along paths, asked level by level: of stream `level` + 1, behind each of `tokens`."""
+
+    @property
+    def depth(self) -> int:
+        """Streams that may be used."""
+        ...
+
+    def ids(self, level: int, tokens: Sequence[int], k: int) -> list[list[int]]:
+        """The k best tokens behind each, as `best_ids`."""
+        ...
+
+    def scored(self, level: int, tokens: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """These, and their log-probabilities, as `best_tokens`."""
         ...
 
 
@@ -85,8 +116,10 @@ class FullTree:
     def width(self) -> int:
         return self.k
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], best_ids(logits, self.k), ())
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], best_ids(logits, self.k, ids), ())
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         k = len(ids[0]) if ids else self.k
@@ -95,12 +128,22 @@ class FullTree:
             tokens += [*best] * k**level
         return DraftTree(_full(len(ids), k), tuple(tokens))
 
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        tokens, level = [root], [root]
+        k = self.k
+        for depth in range(ahead.depth):
+            best = ahead.ids(depth, level, self.k)
+            level, k = [token for own in best for token in own], len(best[0])
+            tokens += level
+        return DraftTree(_full(ahead.depth, k), tuple(tokens))
+
 
 @dataclass(frozen=True)
 class BudgetTree:
     """The `nodes` nodes (root included) with the largest product of stream probabilities.
 
-    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right.
+    Streams do not see each other's choices, so the product is the streams' own estimate that a path is right; with a
+    path sampler they do. With a draft vocabulary, probabilities are relative to it.
     """
 
     nodes: int
@@ -109,27 +152,47 @@ class BudgetTree:
     def width(self) -> int:
         return self.nodes - 1
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], *best_tokens(logits, self.width))
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], *best_tokens(logits, self.width, ids))
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
-        depth = len(ids)
+        rows = list(zip(ids, log_probs, strict=True))
+        return self._best_first(root, len(ids), lambda path: rows[len(path)])
+
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        known: dict[Path, Candidates] = {}
+        beam: list[tuple[float, Path]] = [(0.0, ())]
+        # A path among the best `nodes` of all is among the best `nodes` of its length: only these are asked about.
+        for depth in range(ahead.depth if self.nodes > 1 else 0):
+            best = ahead.scored(depth, [path[-1] if path else root for _, path in beam], self.width)
+            longer = []
+            for (cost, path), own in zip(beam, zip(*best, strict=True), strict=True):
+                known[path] = own
+                longer += [(cost - log_prob, (*path, token)) for token, log_prob in zip(*own, strict=True)]
+            beam = heapq.nsmallest(self.width, longer)
+        return self._best_first(root, ahead.depth, known.__getitem__)
+
+    def _best_first(self, root: int, depth: int, behind: Callable[[Path], Candidates]) -> DraftTree:
+        """The best nodes, where `behind` tells the candidates behind a path, best first."""
         parents, tokens = [-1], [root]
         if depth and self.nodes > 1:
-            # Best first: taking a node offers its first child and its next sibling, neither of which scores higher.
-            heap: list[Branch] = [(-log_probs[0][0], (ids[0][0],), 0.0, 0, 0)]
+            # Taking a node offers its first child and its next sibling, neither of which scores higher.
+            ids, log_probs = behind(())
+            heap: list[Branch] = [(-log_probs[0], (ids[0],), 0.0, 0, 0)]
             while heap and len(tokens) < self.nodes:
                 cost, path, above, parent, rank = heapq.heappop(heap)
-                level = len(path) - 1
                 node = len(tokens)
                 parents.append(parent)
                 tokens.append(path[-1])
-                if rank + 1 < len(ids[level]):
-                    sibling = (*path[:-1], ids[level][rank + 1])
-                    heapq.heappush(heap, (-(above + log_probs[level][rank + 1]), sibling, above, parent, rank + 1))
-                if level + 1 < depth:
-                    child = (*path, ids[level + 1][0])
-                    heapq.heappush(heap, (cost - log_probs[level + 1][0], child, -cost, node, 0))
+                ids, log_probs = behind(path[:-1])
+                if rank + 1 < len(ids):
+                    sibling = (*path[:-1], ids[rank + 1])
+                    heapq.heappush(heap, (-(above + log_probs[rank + 1]), sibling, above, parent, rank + 1))
+                if len(path) < depth and len(tokens) < self.nodes:
+                    ids, log_probs = behind(path)
+                    heapq.heappush(heap, (cost - log_probs[0], (*path, ids[0]), -cost, node, 0))
         return DraftTree(Topology(tuple(parents)), tuple(tokens))
 
 
@@ -182,12 +245,31 @@ class StaticTree:
     def width(self) -> int:
         return max(self.ranks[1:], default=-1) + 1
 
-    def __call__(self, text: Sequence[int], logits: Float[Tensor, "G V"]) -> DraftTree:
-        return self.grow(text[-1], best_ids(logits[: self.depth], self.width), ())
+    def __call__(
+        self, text: Sequence[int], logits: Float[Tensor, "G K"], ids: Int[Tensor, " K"] | None = None
+    ) -> DraftTree:
+        return self.grow(text[-1], best_ids(logits[: self.depth], self.width, ids), ())
 
     def grow(self, root: int, ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> DraftTree:
         tree = self.cut(len(ids), len(ids[0]) if ids else 0)
         return DraftTree(tree.topology, (root, *[ids[level][rank] for level, rank in tree._sources]))
+
+    def follow(self, root: int, ahead: Ahead) -> DraftTree:
+        tree, tokens = self.cut(ahead.depth, self.width), {0: root}
+        for depth, parents in enumerate(tree._inner):
+            best = ahead.ids(depth, [tokens[node] for node in parents], tree.width)
+            if len(best[0]) < tree.width:
+                return self.cut(ahead.depth, len(best[0])).follow(root, ahead)
+            for node, own in zip(parents, best, strict=True):
+                tokens |= {child: own[tree.ranks[child]] for child in tree.topology.children[node]}
+        return DraftTree(tree.topology, tuple(tokens[node] for node in range(len(tree.topology))))
+
+    @cached_property
+    def _inner(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes with children, level by level."""
+        topology = self.topology
+        inner = [node for node, children in enumerate(topology.children) if children]
+        return tuple(tuple(node for node in inner if topology.depths[node] == depth) for depth in range(self.depth))
 
     @cached_property
     def _sources(self) -> tuple[tuple[int, int], ...]:
@@ -218,8 +300,22 @@ STRIPES = 1024
 """Into so many sets of tokens a vocabulary is dealt out for ranking it."""
 
 
-def best_ids(logits: Float[Tensor, "G V"], k: int) -> list[list[int]]:
-    """Ids of the k best tokens per row, or of all V if there are fewer: best first, exact ties to the lowest id."""
+def best_ids(logits: Float[Tensor, "G K"], k: int, ids: Int[Tensor, " K"] | None = None) -> list[list[int]]:
+    """Ids of the k best tokens per row, or of all if there are fewer: best first, exact ties to the lowest id.
+
+    Args:
+        ids: the tokens that the columns are of, in increasing order; None where they are all V.
+    """
+    columns = _best_columns(logits, k)
+    return columns if ids is None else _named(columns, ids)
+
+
+def _named(columns: list[list[int]], ids: Int[Tensor, " K"]) -> list[list[int]]:
+    named: list[list[int]] = ids[torch.tensor(columns, dtype=torch.long, device=ids.device)].tolist()
+    return named
+
+
+def _best_columns(logits: Float[Tensor, "G K"], k: int) -> list[list[int]]:
     rows, vocabulary = logits.shape
     k = min(k, vocabulary)
     if not rows or not k:
@@ -236,23 +332,25 @@ def best_ids(logits: Float[Tensor, "G V"], k: int) -> list[list[int]]:
     values = dealt[row, :, stripe]
     some, place = (values >= least[row]).nonzero(as_tuple=True)
     found: list[list[tuple[float, int]]] = [[] for _ in range(rows)]
-    ids = (place * stripes + stripe[some]).tolist()
-    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), ids, strict=True):
+    columns = (place * stripes + stripe[some]).tolist()
+    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), columns, strict=True):
         found[owner].append((-value, token))
     return [[token for _, token in sorted(candidates)[:k]] for candidates in found]
 
 
-def best_tokens(logits: Float[Tensor, "G V"], k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """`best_ids`, and the log-probabilities of these tokens."""
-    ids = best_ids(logits, k)
-    if not ids or not ids[0]:
-        return ids, [[] for _ in ids]
+def best_tokens(
+    logits: Float[Tensor, "G K"], k: int, ids: Int[Tensor, " K"] | None = None
+) -> tuple[list[list[int]], list[list[float]]]:
+    """`best_ids`, and the log-probabilities of these tokens, relative to those that there are columns of."""
+    columns = _best_columns(logits, k)
+    if not columns or not columns[0]:
+        return columns, [[] for _ in columns]
     logits = logits.float()
-    places = torch.tensor(ids, device=logits.device)
+    places = torch.tensor(columns, device=logits.device)
     values = logits.gather(1, places)
     # The same as logsumexp, in half the time.
     norms = values[:, :1] - logits.log_softmax(dim=1).gather(1, places[:, :1])
-    return ids, (values - norms).tolist()
+    return columns if ids is None else _named(columns, ids), (values - norms).tolist()
 
 
 def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree | StaticTree:

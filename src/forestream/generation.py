@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 
 from forestream import checkpoint, hub
 from forestream.baseline import plain, plain_batch
+from forestream.bases import usual_dtype
 from forestream.config import Compile, DecodeSettings, Quantise, SamplingSettings, one_of
 from forestream.data import prompt_ids
 from forestream.decode import decode, decode_batch
@@ -114,7 +115,7 @@ class Generator:
         cls,
         adapter: str | Path,
         base: str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         settings: DecodeSettings | None = None,
         device: str = "cpu",
         compile: Compile = "off",
@@ -124,6 +125,8 @@ class Generator:
 
         Args:
             adapter: a folder that `forestream train` or `save_pretrained` wrote, or "owner/name" on the hub.
+            dtype: of weights and activations; by default bfloat16 where the device multiplies it itself, else float32,
+                or float16 on a GPU that has only that.
             compile: "layer" makes every pass much cheaper, once the first passes have taken some seconds to compile
                 (`warm_up` takes them beforehand); see `StreamingLM.prepare`.
             quantise: "int8" or "int4" holds the weights of the base's linear layers in integers; needs torchao.
@@ -133,6 +136,7 @@ class Generator:
             ConfigError: compiling is asked for and there is no compiler, or quantising and it cannot be done here.
         """
         folder = hub.find(adapter)
+        dtype = usual_dtype(device) if dtype is None else dtype
         model, tokenizer = checkpoint.load(folder, base, dtype, quantise=quantise, device=device)
         model.prepare(compile)
         generator = cls(model, tokenizer, settings)

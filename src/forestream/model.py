@@ -24,8 +24,9 @@ from forestream.masks import additive
 from forestream.packing import Pack
 from forestream.ports import LayerInputs, Rotary, port_for
 from forestream.pruning import ExitScorer
-from forestream.streams import SlotGate, StreamStart, rotate_values
+from forestream.streams import PathSampler, SlotGate, StreamStart, rotate_values
 from forestream.topology import Topology
+from forestream.vocabulary import DraftVocabulary
 
 # From the trunk's output [B, N, D] to the nodes that survive in each row's tree, in increasing order.
 Prune = Callable[[Tensor], tuple[tuple[int, ...], ...]]
@@ -72,6 +73,9 @@ class StreamingLM(nn.Module):
         self.host: PreTrainedModel | PeftModel = base
         self.start = StreamStart(config, self.port.hidden_size) if config.streams else None
         self.scorer = ExitScorer(self.port.hidden_size, config.scorer_rank) if self._scored() else None
+        self.vocabulary: DraftVocabulary | None = None
+        self.draft_head: nn.Module | None = None
+        self.sampler: PathSampler | None = None
         self.gate: SlotGate | None = None
         self.layers: EagerLayers = EagerLayers(self.port)
         own = next(base.parameters())
@@ -114,6 +118,24 @@ class StreamingLM(nn.Module):
         if isinstance(self.host, PeftModel):
             self.host = self.host.merge_and_unload()
 
+    def restrict(self, vocabulary: DraftVocabulary | None) -> None:
+        """Let streams draft the tokens of `vocabulary` only, for the head's rows of these alone; None: all V.
+
+        The text does not depend on it. Rows are copied out of the head as it is.
+
+        Raises:
+            ConfigError: the vocabulary is of another number of tokens than the head has, or the model is prepared.
+            UnsupportedModel: the head is no plain linear layer.
+        """
+        if vocabulary is self.vocabulary or (vocabulary is not None and vocabulary.same(self.vocabulary)):
+            return
+        if self.prepared is not None:
+            raise ConfigError("the model is prepared and its plain head is gone; set the draft vocabulary before that")
+        if vocabulary is not None and vocabulary.among != (found := self.port.head_size):
+            raise ConfigError(f"the draft vocabulary is one of {vocabulary.among} tokens; the model's head has {found}")
+        self.draft_head = self.port.head_of(vocabulary.ids) if vocabulary is not None else None
+        self.vocabulary = vocabulary.to(self.device) if vocabulary is not None else None
+
     @property
     def dtype(self) -> torch.dtype:
         return next(self.host.parameters()).dtype
@@ -140,7 +162,7 @@ class StreamingLM(nn.Module):
         shared = self.port.shared_inputs if compile != "off" else ()
         if weights.can_pack(self.port.model):
             # the whole model, head included: nothing else in it multiplies
-            weights.pack(self.port.model, shared)
+            weights.pack(self, shared)
         group_heads(self.port)
         if compile != "off":
             self.layers = CompiledLayers(self.port, self.gate, whole=compile == "full")
@@ -165,6 +187,27 @@ class StreamingLM(nn.Module):
         """The host's final norm and head."""
         logits: Tensor = self.port.head(self.port.finish(states))
         return logits
+
+    def draft_logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows K"]:
+        """Logits of stream states: the host's final norm, and the head's rows of the draft vocabulary, or all of it."""
+        logits: Tensor = self.port.head(self.port.finish(states), self.draft_head)
+        return logits
+
+    def ahead(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows X"]:
+        """What drafts are made of: logits of stream states, or with a path sampler the states, which need a path."""
+        return states if self.sampler is not None else self.draft_logits(states)
+
+    def add_sampler(self, width: int) -> None:
+        """Put a fresh path sampler in, which changes nothing until it is trained."""
+        weight = self.port.model.get_input_embeddings().weight
+        self.sampler = PathSampler(self.port.hidden_size, weight.shape[1], width).to(self.device)
+
+    def behind(self, states: Float[Tensor, "*rows D"], tokens: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows D"]:
+        """Final states of streams once `tokens` stand before what they foretell; as they are without a path sampler."""
+        if self.sampler is None:
+            return states
+        sampled: Tensor = self.sampler(states, self.port.model.get_input_embeddings()(tokens))
+        return sampled
 
     def exit_logits(self, trunk: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """What the exit scorer thinks comes after each state, long before the last layer.

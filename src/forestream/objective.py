@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 from forestream.config import JsonConfig, in_range, one_of, whole
 from forestream.model import PassOutput, StreamingLM
 from forestream.packing import Pack
+from forestream.vocabulary import OUTSIDE, DraftVocabulary
 
 IGNORED = -100
 
@@ -87,14 +88,21 @@ class Term:
     Attributes:
         loss: cross-entropy in nats, also where it is not what is trained on.
         hits: targets that the argmax met.
-        count: targets.
+        count: targets that have a loss.
         soft: KL of the stream's law from the main stream's, in nats; None where it was not asked for.
+        outside: further targets, which no draft can meet: the draft vocabulary lacks them, so they have no loss.
     """
 
     loss: float
     hits: int
     count: int
     soft: float | None = None
+    outside: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Targets in all: what an accuracy is a share of."""
+        return self.count + self.outside
 
 
 @dataclass(frozen=True)
@@ -130,8 +138,8 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + config.chunk)
             targets, teachers = rows.targets[part], rows.teachers[part]
             taught = teachers >= 0
-            with torch.enable_grad():
-                piece = states[part].detach().requires_grad_()
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                piece = states[part].detach().requires_grad_(ctx.needs_input_grad[0])
                 logits = head(piece).float()
                 entropy = functional.cross_entropy(logits, targets, reduction="none")
                 divergence = torch.zeros_like(entropy)
@@ -140,7 +148,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     kl = functional.kl_div(own, law, reduction="none", log_target=True).sum(-1)
                     divergence = divergence.masked_scatter(taught, kl)
                 loss = torch.where(taught, torch.lerp(entropy, divergence, config.softness), entropy)
-                (gradient[part],) = torch.autograd.grad((loss * rows.scales[part]).sum(), piece)
+                if ctx.needs_input_grad[0]:
+                    (gradient[part],) = torch.autograd.grad((loss * rows.scales[part]).sum(), piece)
             losses[part], hard[part], soft[part] = loss.detach(), entropy.detach(), divergence.detach()
             hits[part] = logits.detach().argmax(-1) == targets
         ctx.save_for_backward(gradient)
@@ -170,7 +179,7 @@ class _Rows:
 
     Attributes:
         states: what the head is applied to.
-        targets: hard targets; IGNORED marks rows that have none, hard or soft.
+        targets: hard targets, as columns of the logits; IGNORED marks rows that have none, hard or soft.
         teachers: number of the main state that a row learns from, among all texts' one after the other; -1 of none.
         scales: weight of each row's loss in the total.
     """
@@ -198,9 +207,29 @@ def batch_pass(model: StreamingLM, batch: TargetBatch) -> PassOutput:
     return output
 
 
-def count_targets(batch: TargetBatch) -> Int[Tensor, " terms"]:
-    """How many targets the main stream has, then each of the streams 1..G."""
-    streams = (batch.stream_targets != IGNORED).sum((0, 2))
+def draft_targets(batch: TargetBatch, vocabulary: DraftVocabulary | None) -> Int[Tensor, "B G C"]:
+    """The streams' targets as columns of their logits; IGNORED where there is none, or `vocabulary` lacks it."""
+    if vocabulary is None:
+        return batch.stream_targets
+    columns = vocabulary.columns(batch.stream_targets)
+    return columns.masked_fill(columns == OUTSIDE, IGNORED)
+
+
+def tokens_before(batch: TargetBatch, stream: int) -> Int[Tensor, "B C"]:
+    """The token before the one that `stream` foretells from each carrier; any where there is no target."""
+    if stream > 1:
+        return batch.stream_targets[:, stream - 2].clamp(min=0)
+    ends = batch.ids.shape[1] - 1
+    return batch.ids.gather(1, (batch.carriers + 1).clamp(max=ends))
+
+
+def count_targets(batch: TargetBatch, vocabulary: DraftVocabulary | None = None) -> Int[Tensor, " terms"]:
+    """How many targets with a loss the main stream has, then each of the streams 1..G.
+
+    Args:
+        vocabulary: the draft vocabulary of the model that is trained.
+    """
+    streams = (draft_targets(batch, vocabulary) != IGNORED).sum((0, 2))
     return torch.cat([(batch.targets != IGNORED).sum()[None], streams])
 
 
@@ -213,28 +242,49 @@ def joint_loss(
 ) -> JointLoss:
     """Eq. 5 over one pass: each term is the mean over its own targets, then weighted.
 
-    A term without any target counts as zero. Soft targets stand where hard ones do.
+    A term without any target counts as zero. Soft targets stand where hard ones do. Streams of a model with a draft
+    vocabulary learn among its tokens alone: a target outside has no loss, and the main stream's law is that of these
+    tokens, renormalised.
 
     Args:
         totals: where the pass is a part of an update, the targets of the whole update, as `count_targets` counts them.
             Every term is then the part's share of the update's mean; the parts add up to the loss of one large pass.
     """
-    counted = (count_targets(batch) if totals is None else totals).clamp(min=1).tolist()
+    vocabulary = model.vocabulary
+    counted = (count_targets(batch, vocabulary) if totals is None else totals).clamp(min=1).tolist()
     weights = config.weights(output.streams.shape[1], model.scorer is not None)
-    parts = {"main": _Rows.of(weights["main"] / counted[0], gather_rows(output.main, batch.rows), batch.targets)}
+    main = {"main": _Rows.of(weights["main"] / counted[0], gather_rows(output.main, batch.rows), batch.targets)}
+    targets, ahead = draft_targets(batch, vocabulary), {}
     for j in range(output.streams.shape[1]):
         teachers = _teachers(batch, output.main.shape[1], j + 1) if config.softness else None
-        name, own = f"stream_{j + 1}", (output.streams[:, j], batch.stream_targets[:, j])
-        parts[name] = _Rows.of(weights[name] / counted[j + 1], *own, teachers)
+        name, states = f"stream_{j + 1}", model.behind(output.streams[:, j], tokens_before(batch, j + 1))
+        ahead[name] = _Rows.of(weights[name] / counted[j + 1], states, targets[:, j], teachers)
+    last = {}
     if model.scorer is not None and "scorer" in weights:
         scored = model.scorer(gather_rows(output.trunk, batch.rows).detach())
-        parts["scorer"] = _Rows.of(weights["scorer"] / counted[0], scored, batch.targets)
-    states = torch.cat([part.states.to(output.main.dtype) for part in parts.values()])
+        last["scorer"] = _Rows.of(weights["scorer"] / counted[0], scored, batch.targets)
+    # Rows of one head go through it together.
+    groups = [(main | ahead | last, model.logits)]
+    if vocabulary is not None:
+        groups = [(main | last, model.logits), (ahead, model.draft_logits)]
+    losses = [_head_loss(parts, head, output.main, config) for parts, head in groups if parts]
+    found = {name: term for _, terms in losses for name, term in terms.items()}
+    lost = ((batch.stream_targets != IGNORED) & (targets == IGNORED)).sum((0, 2)).tolist()
+    for name, outside in zip(ahead, lost, strict=True):
+        found[name] = replace(found[name], outside=outside)
+    return JointLoss(torch.stack([total for total, _ in losses]).sum(), {n: found[n] for n in main | ahead | last})
+
+
+def _head_loss(
+    parts: dict[str, _Rows], head: Callable[[Tensor], Tensor], main: Float[Tensor, "B N D"], config: LossConfig
+) -> tuple[Float[Tensor, ""], dict[str, Term]]:
+    """The weighted loss of terms whose rows go through one head, and each of them."""
+    states = torch.cat([part.states.to(main.dtype) for part in parts.values()])
     targets, teachers, scales = (
         torch.cat([getattr(part, name) for part in parts.values()]) for name in ("targets", "teachers", "scales")
     )
-    main = output.main.detach().flatten(0, 1)
-    total, *found = _ChunkedLoss.apply(states, _Rows(states, targets, teachers, scales), main, model.logits, config)
+    rows = _Rows(states, targets, teachers, scales)
+    total, *found = _ChunkedLoss.apply(states, rows, main.detach().flatten(0, 1), head, config)
     counts = [len(part.targets) for part in parts.values()]
     terms = {
         name: Term(
@@ -245,7 +295,7 @@ def joint_loss(
         )
         for name, hard, soft, hits in zip(parts, *(one.split(counts) for one in found), strict=True)
     }
-    return JointLoss(total, terms)
+    return total, terms
 
 
 def _teachers(batch: TargetBatch, nodes: int, stream: int) -> Int[Tensor, "B C"]:

@@ -7,15 +7,16 @@ host's matrices; seconds and activations from a few passes that are really run (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any
 
 from forestream.data import Collator, TokenDataset, Tokens
 from forestream.model import StreamingLM
-from forestream.objective import IGNORED, LossConfig
+from forestream.objective import IGNORED, LossConfig, count_targets
 from forestream.training import TrainConfig
+from forestream.vocabulary import DraftVocabulary
 
 # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -29,6 +30,7 @@ class Rows:
         stream: stream slots, B * G * C.
         padding: slots of both kinds that hold no text.
         heads: rows that go through the head, for every term of the loss in its order.
+        ahead: those of them that are streams': a draft vocabulary has a smaller head for them.
         trunk_pairs: pairs of slots that attention computes in a trunk layer: all, whether visible or not.
         pairs: the same in a stream layer.
     """
@@ -39,6 +41,7 @@ class Rows:
     heads: tuple[int, ...]
     trunk_pairs: int
     pairs: int
+    ahead: int = 0
 
     @property
     def slots(self) -> int:
@@ -51,16 +54,21 @@ class Rows:
         return sum(self.heads)
 
 
-def rows_of(examples: Sequence[Tokens], collate: Collator, scored: bool) -> Rows:
-    """Rows of the pass over one batch; `scored` if the exit scorer has a term of its own."""
+def rows_of(
+    examples: Sequence[Tokens], collate: Collator, scored: bool, vocabulary: DraftVocabulary | None = None
+) -> Rows:
+    """Rows of the pass over one batch; `scored` if the exit scorer has a term of its own.
+
+    Args:
+        vocabulary: the model's draft vocabulary: targets outside of it take no row through the head.
+    """
     batch = collate.batch(examples)
     (texts, width), (_, streams, carriers) = batch.ids.shape, batch.stream_targets.shape
     main, stream = texts * width, texts * streams * carriers
     # The last token of a text is a target only; a carrier has a target for stream 1 at least.
     own = sum(len(e) - 1 for e in examples)
     carrying = int((batch.stream_targets[:, 0] != IGNORED).sum()) if streams else 0
-    first = int((batch.targets != IGNORED).sum())
-    further = [int((batch.stream_targets[:, j] != IGNORED).sum()) for j in range(streams)]
+    first, *further = count_targets(batch, vocabulary).tolist()
     return Rows(
         main=main,
         stream=stream,
@@ -68,6 +76,7 @@ def rows_of(examples: Sequence[Tokens], collate: Collator, scored: bool) -> Rows
         heads=(first, *further, *([first] if scored else [])),
         trunk_pairs=texts * width**2,
         pairs=texts * (width + streams * carriers) ** 2,
+        ahead=sum(further),
     )
 
 
@@ -93,6 +102,7 @@ class Sizes:
         head: weights of the head.
         trunk_learns: whether gradients go through the trunk: in joint mode they do.
         recomputed: whether layers run again for their gradients.
+        draft_head: weights of the streams' head: of a draft vocabulary's rows; None where it is the whole head.
     """
 
     layers: tuple[Layer, ...]
@@ -100,6 +110,7 @@ class Sizes:
     head: int
     trunk_learns: bool
     recomputed: bool = False
+    draft_head: int | None = None
 
     @staticmethod
     def of(model: StreamingLM, recomputed: bool = False) -> Sizes:
@@ -110,13 +121,14 @@ class Sizes:
             lora = sum(p.numel() for p in matrices if p.requires_grad)
             weights = sum(p.numel() for p in matrices if not p.requires_grad)
             layers.append(Layer(weights, lora, 2 * heads * (kept.key_size + kept.value_size)))
-        head = model.port.model.get_output_embeddings().weight.numel()
+        weight = model.port.model.get_output_embeddings().weight
+        drafted = None if model.vocabulary is None else len(model.vocabulary) * weight.shape[1]
         learns = model.stream_config.mode == "joint"
-        return Sizes(tuple(layers), len(model.trunk_layers), head, learns, recomputed)
+        return Sizes(tuple(layers), len(model.trunk_layers), weight.numel(), learns, recomputed, drafted)
 
     def forward(self, rows: Rows) -> int:
         """Operations of a pass forward, a multiplication with its addition being two."""
-        return sum(self._layer(i, rows) for i in range(len(self.layers))) + 2 * self.head * rows.head
+        return sum(self._layer(i, rows) for i in range(len(self.layers))) + self._heads(rows)
 
     def backward(self, rows: Rows) -> int:
         """Operations of its gradients. Base weights pass them on; LoRA weights take their own as well."""
@@ -125,7 +137,7 @@ class Sizes:
         # Twice a forward pass, less the gradients that frozen weights have none of.
         own -= sum(2 * self.layers[i].weights * self._slots(i, rows) for i in learning)
         again = sum(self._layer(i, rows) for i in learning) if self.recomputed else 0
-        return own + again + 2 * self.head * rows.head
+        return own + again + self._heads(rows)
 
     def total(self, rows: Rows) -> int:
         """Forward and backward."""
@@ -135,7 +147,11 @@ class Sizes:
         """Sizes of the twin without streams: a LoRA on every layer, all of which learn."""
         lora = max(layer.lora for layer in self.layers)
         layers = tuple(Layer(layer.weights, layer.lora or lora, layer.pair) for layer in self.layers)
-        return Sizes(layers, self.trunk, self.head, True, self.recomputed)
+        return replace(self, layers=layers, trunk_learns=True, draft_head=None)
+
+    def _heads(self, rows: Rows) -> int:
+        small = self.head if self.draft_head is None else self.draft_head
+        return 2 * (self.head * (rows.head - rows.ahead) + small * rows.ahead)
 
     def _slots(self, i: int, rows: Rows) -> int:
         return rows.main if i < self.trunk else rows.slots

@@ -49,14 +49,14 @@ class Begun:
         numbers: the request that each row belongs to.
         steps: what the prompt passes yielded, per row.
         cache: a row for each of them.
-        streams: logits of the streams (or heads) of the prompts' last tokens, per row.
+        streams: what the streams of the prompts' last tokens draft from, per row: see `StreamingLM.ahead`.
     """
 
     rows: list[Row]
     numbers: list[int]
     steps: list[Step]
     cache: StreamCache
-    streams: list[Float[Tensor, "G V"]]
+    streams: list[Float[Tensor, "G X"]]
 
 
 def token_limit(model: StreamingLM, prompt: Sequence[int], cap: int) -> int:
@@ -109,8 +109,10 @@ def prompt_pass(
     cache: StreamCache,
     chunk: int | None = None,
     heads: Heads | None = None,
-) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G V"]]:
-    """Commit the prompt behind what `cache` holds of it; return logits of its last token, and of that token's streams.
+) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G X"]]:
+    """Commit the prompt behind what `cache` holds of it; return logits of its last token, and what its streams say.
+
+    The latter is what `StreamingLM.ahead` makes of them.
 
     Args:
         chunk: most tokens in one pass; None takes all at once.
@@ -133,7 +135,7 @@ def prompt_pass(
     if heads is not None and streams:
         ahead = heads(output.main[:, -1], streams)[0]
     else:
-        ahead = model.logits(output.streams[0, :, 0]) if streams else output.main[0, :0]
+        ahead = model.ahead(output.streams[0, :, 0]) if streams else output.main[0, :0]
     return model.logits(output.main[:, -1]), ahead
 
 

@@ -50,6 +50,7 @@ def profile(
     """
     layers: dict[int, list[float]] = {count: [] for count in rows}
     head: dict[int, list[float]] = {count: [] for count in rows}
+    draft_head: dict[int, list[float]] = {count: [] for count in rows}
     model.layers.fix(rows)
     # One for each size and all its rounds: memory that was never touched would count as cost.
     caches = {count: model.new_cache(context + count) for count in rows}
@@ -57,10 +58,10 @@ def profile(
         cache.advance(context)
     for turn in range(ROUNDS + 1):
         for count in rows:
-            in_layers, in_head = _one_pass(model, count, caches[count])
+            spent = _one_pass(model, count, caches[count])
             if turn:  # the first round warms up
-                layers[count].append(in_layers)
-                head[count].append(in_head)
+                for times, seconds in zip((layers, head, draft_head), spent, strict=True):
+                    times[count].append(seconds)
             else:
                 advance()
         if turn:
@@ -71,16 +72,22 @@ def profile(
         **vars(setup),
         layers=depth,
         stream_layers=len(model.stream_layers),
-        layer=Curve(tuple((count, median(times) / depth) for count, times in layers.items())),
-        head=Curve(tuple((count, median(times)) for count, times in head.items())),
+        layer=_curve(layers, depth),
+        head=_curve(head),
         overhead=0.0,
         draft_overhead=0.0,
+        draft_head=None if model.vocabulary is None else _curve(draft_head),
     )
     return _with_overheads(model, bare, context)
 
 
-def _one_pass(model: StreamingLM, rows: int, cache: StreamCache) -> tuple[float, float]:
-    """Seconds of all layers and of the head with the choice of tokens, for a chain of `rows` slots."""
+def _curve(times: dict[int, list[float]], share: int = 1) -> Curve:
+    """Medians by rows, over `share`."""
+    return Curve(tuple((rows, median(measured) / share) for rows, measured in times.items()))
+
+
+def _one_pass(model: StreamingLM, rows: int, cache: StreamCache) -> tuple[float, float, float]:
+    """Seconds of all layers, and of the head and the streams' head with the choice of tokens, for a chain of slots."""
     pack = Pack.tree(chain(rows))
     ids = torch.zeros(1, rows, dtype=torch.long, device=model.device)
     began = perf_counter()
@@ -88,7 +95,10 @@ def _one_pass(model: StreamingLM, rows: int, cache: StreamCache) -> tuple[float,
     _settle(model)
     middle = perf_counter()
     greedy(model.logits(output.main[0]))
-    return middle - began, perf_counter() - middle
+    late = perf_counter()
+    if model.vocabulary is not None:
+        greedy(model.draft_logits(output.main[0]))
+    return middle - began, late - middle, perf_counter() - late
 
 
 def _settle(model: StreamingLM) -> None:

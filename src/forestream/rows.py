@@ -15,6 +15,7 @@ from forestream.requests import Request
 from forestream.sampling import Processor, acceptable, draw, greedy
 from forestream.steps import Finish, TokenScore
 from forestream.verify import Verdict, verify
+from forestream.vocabulary import DraftVocabulary
 
 
 @runtime_checkable
@@ -73,14 +74,20 @@ class Row:
                 tree = tree.subset(kept)
         return tree
 
-    def mirrored(self, logits: Float[Tensor, "G V"]) -> Float[Tensor, "G V"]:
-        """Logits of streams under the penalties, as far as they are asked to act on drafts."""
+    def mirrored(self, logits: Float[Tensor, "G K"], vocabulary: DraftVocabulary | None = None) -> Float[Tensor, "G K"]:
+        """Logits of streams under the penalties, as far as they are asked to act on drafts.
+
+        Args:
+            vocabulary: the tokens that the columns are of; None where they are all V.
+        """
         if not (self.request.sampling.mirror and self._penalties and len(logits)):
             return logits
         logits, ids = logits.float(), self._ids(logits.device).expand(len(logits), -1)
+        if vocabulary is not None:  # penalties know tokens, not columns
+            logits = vocabulary.spread(logits)
         for processor in self._penalties:
             logits = processor(ids, logits)
-        return logits
+        return logits if vocabulary is None else logits[:, vocabulary.ids]
 
     def read(self, tree: DraftTree, logits: Float[Tensor, "N V"]) -> tuple[Verdict, tuple[TokenScore, ...]]:
         """Verify `tree` by the main stream's logits at its nodes, and write what is chosen.

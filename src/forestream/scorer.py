@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors.torch import load_file, save_file
-
-from forestream import checkpoint
-from forestream.checkpoint import FILES, PROVENANCE, STREAMS, Manifest
 from forestream.data import Tokens
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig
+from forestream.revision import revise
 from forestream.training import TrainConfig, fit
 
 ALONE: Final = LossConfig(main=0.0, stream=0.0, scorer=1.0)
@@ -61,16 +57,5 @@ def save_scorer(model: StreamingLM, adapter: Path, folder: Path, record: dict[st
     """
     if model.scorer is None:
         raise ConfigError("this model has no exit scorer to save")
-    manifest = Manifest.read(adapter)
-    tensors = load_file(adapter / STREAMS)
-    for name, tensor in model.scorer.state_dict().items():
-        key = f"scorer.{name}"
-        tensors[key] = tensor.detach().to("cpu", tensors[key].dtype).contiguous()
-    found = adapter / PROVENANCE
-    provenance = {**(json.loads(found.read_text()) if found.is_file() else {}), "scorer": record}
-    with checkpoint.written(folder) as aside:
-        for name in FILES:
-            if (adapter / name).is_file():
-                (aside / name).write_bytes((adapter / name).read_bytes())
-        save_file(tensors, aside / STREAMS, {"format": "pt"})
-        checkpoint.write_provenance(aside, folder.name, manifest, provenance)
+    own = {f"scorer.{name}": tensor for name, tensor in model.scorer.state_dict().items()}
+    revise(adapter, folder, own, {"scorer": record})

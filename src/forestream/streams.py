@@ -1,4 +1,4 @@
-"""The streams' own parts: how they start, how their values may be rotated, and LoRA that acts on them alone."""
+"""The streams' own parts: how they start and end, how their values may be rotated, and LoRA that acts on them alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from forestream.config import StreamConfig
 
@@ -48,6 +49,42 @@ class LowRank(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         return x + (x @ self.down.to(x.dtype)) @ self.up.to(x.dtype)
+
+
+class PathSampler(nn.Module):
+    """A stream's state, once the token is chosen that comes before the one it foretells.
+
+    Streams do not see each other's choices, nor the root, which the main stream chose beside them: each foretells a
+    mean over all that may come before. x + |x| up(silu(down [x / |x|, e / |e|])), with the embedding e of the token
+    before, turns that into what comes behind this token. |.| is the root mean square: states and embeddings differ in
+    size by far. It is x until it is trained.
+
+    Args:
+        hidden_size: D, of the streams' final states.
+        embedding_size: of the host's input embeddings, which a few families keep narrower than D.
+        width: of the layer in between.
+    """
+
+    def __init__(self, hidden_size: int, embedding_size: int, width: int) -> None:
+        super().__init__()
+        self.state = nn.Parameter(torch.randn(hidden_size, width) / math.sqrt(hidden_size))
+        self.token = nn.Parameter(torch.randn(embedding_size, width) / math.sqrt(embedding_size))
+        self.up = nn.Parameter(torch.zeros(width, hidden_size))
+
+    @property
+    def width(self) -> int:
+        return self.up.shape[0]
+
+    def forward(self, states: Float[Tensor, "*rows D"], embedded: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows D"]:
+        """The states behind the tokens whose input embeddings are given."""
+        size, dtype = _size(states), states.dtype
+        inner = states / size @ self.state.to(dtype) + (embedded / _size(embedded)).to(dtype) @ self.token.to(dtype)
+        return states + size * (functional.silu(inner) @ self.up.to(dtype))
+
+
+def _size(rows: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows 1"]:
+    # Padding may be embedded as zeros, which are not divided by nothing.
+    return rows.float().square().mean(-1, keepdim=True).add(1e-12).sqrt().to(rows.dtype)
 
 
 def rotate_values(

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import Trainer, TrainingArguments, set_seed
 
 from forestream import checkpoint, processes, runs
+from forestream.bases import usual_dtype
 from forestream.cache import PassCache, StreamCache
 from forestream.compiled import EagerLayers
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
-from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order, nothing
+from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order, nothing, restrict_drafts
 from forestream.errors import ConfigError, DataError
 from forestream.model import StreamingLM
 from forestream.objective import JointLoss, LossConfig, TargetBatch, batch_pass, count_targets, joint_loss
@@ -45,12 +46,16 @@ class TrainConfig(JsonConfig):
         weight_decay: of AdamW, on the LoRA and the scorer; never on the streams' start.
         targets: "completion" has a loss on completion tokens only, "all" on prompt tokens too.
         share: share of the positions with a target that carry streams.
-        dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32.
+        dtype: "bfloat16" computes in bf16 with float32 adapter weights, "float32" throughout in float32; "auto" is the
+            first where the device multiplies bfloat16 itself, else the second.
         max_length: longer examples are left out, and counted in the report.
         save_every: updates between checkpoints that a run can be resumed from.
         log_every: updates between lines of the log.
         checkpointing: keep a layer's input only and compute the layer again for its gradients: less memory, a third
             more time. The gradients are the same.
+        draft_vocabulary: tokens that streams learn to draft: so many of the most frequent ones in the completions of
+            the examples that are used, and the end of text; 0 leaves all the base's tokens. The streams' share of the
+            head's work shrinks accordingly, in training and in decoding. The text may hold any token all the same.
         layout: of the weights where several processes train: "copies" in all of them, or "shards", a part in each.
     """
 
@@ -60,7 +65,7 @@ class TrainConfig(JsonConfig):
     learning_rate: float = 1e-3
     warmup: int = 20
     share: float = 1.0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     max_length: int = 1024
     seed: int = 0
     save_every: int = 100
@@ -71,6 +76,7 @@ class TrainConfig(JsonConfig):
     targets: Targets = "completion"
     checkpointing: bool = False
     layout: str = "copies"
+    draft_vocabulary: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
@@ -81,12 +87,19 @@ class TrainConfig(JsonConfig):
         in_range("weight_decay", self.weight_decay, 0.0, 1.0)
         one_of("targets", self.targets, TARGETS)
         whole("warmup", self.warmup, 0)
+        whole("draft_vocabulary", self.draft_vocabulary, 0)
         whole("seed", self.seed, 0)
         if not isinstance(self.checkpointing, bool):
             raise ConfigError(f"checkpointing is {self.checkpointing!r}; expected true or false")
         in_range("share", self.share, 0.0, 1.0)
-        one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         one_of("layout", self.layout, ("copies", "shards"))
+
+    def on(self, device: str) -> TrainConfig:
+        """The same with the dtype that "auto" is on `device`."""
+        if self.dtype != "auto":
+            return self
+        return replace(self, dtype="bfloat16" if usual_dtype(device) == torch.bfloat16 else "float32")
 
 
 def training_model(base: Any, config: StreamConfig) -> StreamingLM:
@@ -128,9 +141,13 @@ class Objective(nn.Module):
         self.loss_config = config
 
     @property
-    def ahead(self) -> int:
-        """G, how many further tokens are foretold at a place."""
+    def streams(self) -> int:
+        """G, streams, or what stands in their place, that batches have targets for."""
         return self.model.stream_config.streams
+
+    def count(self, batch: TargetBatch) -> Tensor:
+        """Targets of every term."""
+        return count_targets(batch, self.model.vocabulary)
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run is resumed."""
@@ -168,7 +185,7 @@ class StreamTrainer(Trainer):
         if self.sharded:
             # The Trainer's word for a model that needs no wrapping to add up gradients.
             self.is_distributed_loading_by_transformers = True
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
 
     # --- the loss of an update -----------------------------------------------------------------------------
 
@@ -177,7 +194,7 @@ class StreamTrainer(Trainer):
     ) -> tuple[list[dict[str, Tensor]], Tensor]:
         """The parts of one update that fall to this process, and all processes' targets in it, by term."""
         parts, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        own = torch.stack([count_targets(TargetBatch(**part)) for part in parts]).sum(0)
+        own = torch.stack([self.trained.count(TargetBatch(**part)) for part in parts]).sum(0)
         return parts, self.accelerator.reduce(own.to(device), "sum")
 
     def compute_loss(
@@ -197,16 +214,17 @@ class StreamTrainer(Trainer):
         for name, term in loss.terms.items():
             sums = self._sums[name]
             sums[0], sums[1], sums[2] = sums[0] + term.loss, sums[1] + term.hits, sums[2] + term.count
-            sums[3] += term.soft or 0.0
+            sums[3], sums[4] = sums[3] + (term.soft or 0.0), sums[4] + term.asked
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds mean loss and accuracy of every term since the last line, over all processes; soft losses, too."""
         if self._sums:
             sums = self._over_processes(list(self._sums.values()), "sum")
-            for name, (loss, hits, count, soft) in zip(self._sums, sums.tolist(), strict=True):
+            for name, (loss, hits, count, soft, asked) in zip(self._sums, sums.tolist(), strict=True):
+                if asked:
+                    logs[f"{name}_accuracy"] = round(hits / asked, 4)
                 if count:
                     logs[f"{name}_loss"] = round(loss / count, 4)
-                    logs[f"{name}_accuracy"] = round(hits / count, 4)
                     if self.loss_config.softness and name.startswith("stream_"):
                         logs[f"{name}_soft_loss"] = round(soft / count, 4)
         self._sums.clear()
@@ -326,6 +344,7 @@ def fit(
         CheckpointError: `folder` holds an earlier run and `resume` is False, or a run with other settings.
         ConfigError: a launcher announced other processes than there are, or weights are to be sharded in a single one.
     """
+    config = config.on(model.device.type)
     set_seed(config.seed)
     if config.checkpointing:
         model.layers = RecomputedLayers(model.port)
@@ -336,16 +355,17 @@ def fit(
     world = arguments.world_size
     processes.check_number(world)
     log = LogFile(folder / runs.LOG)
-    own = usable(examples, config)
+    used = usable(examples, config)
+    restrict_drafts(model, used, pad, config.draft_vocabulary)
     trainer = StreamTrainer(
         objective=objective,
         args=arguments,
-        train_dataset=ordered(own, config, pad, world),
-        data_collator=collator(objective.ahead, pad, config),
+        train_dataset=ordered(used, config, pad, world),
+        data_collator=collator(objective.streams, pad, config),
         config=config,
         callbacks=[log],
     )
-    identity = _identity(objective, own, config, world, started_from)
+    identity = _identity(objective, used, config, world, started_from)
     last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, arguments.should_save)
     trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
@@ -353,8 +373,9 @@ def fit(
         "training": asdict(config),
         "loss": asdict(loss_config),
         "processes": world,
-        "examples": len(own),
-        "left_out_as_too_long": len(examples) - len(own),
+        "examples": len(used),
+        "left_out_as_too_long": len(examples) - len(used),
+        **({} if (own := model.vocabulary) is None else {"vocabulary": {"size": len(own), "of": own.among}}),
         "updates": trainer.state.global_step,
         "seconds": log.seconds(),
         "last_log": terms[-1] if terms else {},

@@ -57,7 +57,7 @@ def one_pass(model: StreamingLM, batch: TargetBatch, config: TrainConfig) -> Pas
 
 
 def _precision(model: StreamingLM, config: TrainConfig) -> torch.autocast:
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.on(model.device.type).dtype == "bfloat16")
 
 
 class Trial:
@@ -70,7 +70,7 @@ class Trial:
         self.sizes = Sizes.of(model, config.checkpointing)
         self.terms = loss.weights(model.stream_config.streams, model.scorer is not None)
         self.batches = batches_of(data, config.batch_size)
-        self.rows = [rows_of(batch, collate, "scorer" in self.terms) for batch in self.batches]
+        self.rows = [rows_of(batch, collate, "scorer" in self.terms, model.vocabulary) for batch in self.batches]
 
     def counted(self) -> Plan:
         """Without running anything."""

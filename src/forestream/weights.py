@@ -16,6 +16,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from forestream.bases import multiplies_bfloat16
+
 _LIBRARY: Final = torch.library.Library("forestream", "DEF")
 _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int width) -> Tensor")
 _DTYPES: Final = (torch.float32, torch.bfloat16)
@@ -67,7 +69,7 @@ def can_pack(model: nn.Module) -> bool:
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or multiplies_bfloat16()
 
 
 @torch.no_grad()

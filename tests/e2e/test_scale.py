@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from forestream import checkpoint
-from forestream.checkpoint import LORA, STREAMS
+from forestream.checkpoint import LORA, STREAMS, VOCABULARY
 from forestream.cli import app
 from forestream.generation import Generator
 from forestream.packing import Pack
@@ -63,6 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "met.json").write_text(json.dumps(met))
     run(folder / "accumulated", subject(), settings(batch_size=UPDATE // 2, accumulate=2))
     run(folder / "lossless", subject(mode="lossless"), settings())
+    run(folder / "vocabulary", subject(), settings(draft_vocabulary=20))
     return folder
 
 
@@ -88,6 +89,11 @@ def test_accumulated_passes_of_ragged_examples_train_as_one_large_pass_does(alon
 
 def test_lossless_streams_train_in_shards(spread: Path, alone: Path) -> None:
     assert_same(spread / "lossless", alone / "lossless")
+
+
+def test_streams_with_a_draft_vocabulary_train_in_shards(spread: Path, alone: Path) -> None:
+    assert_same(spread / "vocabulary", alone / "vocabulary")
+    assert len(weights(alone / "vocabulary")[VOCABULARY]) == 20
 
 
 def test_means_of_passes_are_noticed(spread: Path, alone: Path, tmp_path: Path) -> None:

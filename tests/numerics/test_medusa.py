@@ -22,6 +22,7 @@ from forestream.model import StreamingLM
 from forestream.requests import Request
 from forestream.rivals.medusa import MedusaConfig, MedusaHeads, record
 from forestream.steps import Counters, Step, by_text, tokens_of
+from forestream.vocabulary import DraftVocabulary
 from medusae import HEADS, learned, shaken
 from oracle import Prophet
 from subject import Subject, lively, model_of
@@ -113,6 +114,17 @@ def test_streams_are_not_looked_at() -> None:
     streamed = Overhearing(foretelling(here, settings))
     list(decode(here.model, here.start, settings, drafter=streamed))
     assert not torch.allclose(ahead.heard[0][1][:2], streamed.heard[0][1][:2])
+
+
+def test_what_restricts_streams_does_not_restrict_heads() -> None:
+    """A draft vocabulary and a path sampler are the streams' own."""
+    free, restricted = wrapped("llama"), wrapped("llama")
+    restricted.restrict(DraftVocabulary(torch.arange(0, 89, 7), 89))
+    restricted.add_sampler(4)
+    settings = DecodeSettings(nodes=8, max_new_tokens=TOKENS)
+    runs = [list(decode(one, prompt(6), settings, heads=shaken(one, "own"))) for one in (free, restricted)]
+    assert outline(runs[0]) == outline(runs[1])
+    assert any(token % 7 for step in runs[1] if step.tree is not None for token in step.tree.tokens[1:])
 
 
 @pytest.mark.parametrize("law", [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.2}])

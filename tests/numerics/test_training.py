@@ -1,15 +1,18 @@
 """The packed training pass against a slow one without packing, and runs of the trainer: resumed, twins, bf16."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from forestream.checkpoint import STREAMS, VOCABULARY
 from forestream.data import Collator, Tokens
 from forestream.errors import DataError
 from forestream.model import StreamingLM
@@ -221,6 +224,7 @@ class Interrupted(Exception):
     [
         ({}, {}),
         ({"mode": "lossless"}, {}),
+        ({}, {"draft_vocabulary": 12}),
         ({}, {"stream_rate": 30.0, "schedule": "cosine", "weight_decay": 0.1, "checkpointing": True}),
     ],
 )
@@ -255,6 +259,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     unequal = [name for name in before if not torch.equal(before[name], after[name])]
     assert not unequal
     assert again["last_log"] == report["last_log"]
+
+
+def test_a_draft_vocabulary_is_learned_and_kept_by_checkpoints(tmp_path: Path) -> None:
+    model, texts = trainable("llama"), examples(40)
+    report = run(model, tmp_path, draft_vocabulary=12, log_every=10)
+    counts = Counter(token for text in texts for token in text.completion if token)
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    assert model.vocabulary is not None
+    assert model.vocabulary.ids.tolist() == sorted([0, *ranked[:11]])
+    assert report["vocabulary"] == {"size": 12, "of": 89}
+    stored = load_file(tmp_path / "checkpoint-8" / STREAMS)[VOCABULARY]
+    assert stored.tolist() == model.vocabulary.ids.tolist()
+
+
+def test_targets_outside_the_vocabulary_count_as_misses(tmp_path: Path) -> None:
+    """One token, which streams cannot miss: they are right where it is asked for, and nowhere else."""
+    model, texts = trainable("llama"), examples(40)
+    report = run(model, tmp_path, draft_vocabulary=1, log_every=10)
+    for j in range(1, model.stream_config.streams + 1):
+        asked = [token for text in texts for token in text.completion[j:]]
+        if asked.count(0):
+            assert report["last_log"][f"stream_{j}_loss"] == 0.0
+        assert report["last_log"][f"stream_{j}_accuracy"] == round(asked.count(0) / len(asked), 4)
 
 
 def test_resuming_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:

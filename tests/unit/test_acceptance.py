@@ -91,13 +91,13 @@ def test_the_heads_rows_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
     subject = here()
     whole = record(subject.model, subject.start, subject.text)
     sizes: list[int] = []
-    head = subject.model.logits
+    head = subject.model.draft_logits
 
     def logits(states: Tensor) -> Tensor:
         sizes.append(len(states))
         return head(states)
 
-    monkeypatch.setattr(subject.model, "logits", logits)
+    monkeypatch.setattr(subject.model, "draft_logits", logits)
     monkeypatch.setattr(acceptance, "ROWS", 7)
     parts = record(subject.model, subject.start, subject.text)
     assert max(sizes) == 7

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forestream import bases
-from forestream.bases import SMOLLM2, fingerprint, load_base
+from forestream.bases import SMOLLM2, fingerprint, load_base, usual_dtype
 from forestream.errors import CheckpointError, ConfigError, UnsupportedModel
 
 
@@ -53,6 +53,23 @@ def test_a_folder_is_loaded_as_asked(folder: Path, dtype: torch.dtype) -> None:
     assert tokenizer("a b b").input_ids == [2, 3, 3]
     assert tokenizer.eos_token_id == 1
     torch.testing.assert_close(model.lm_head.weight, tiny_model().lm_head.weight.to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("home", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_computes_in_bfloat16_only_if_it_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, home: bool, wanted: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: home)
+    assert usual_dtype("cpu") == wanted
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert usual_dtype("cpu") == torch.float32
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for home, wanted in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, found=home: found)
+        assert usual_dtype("cuda:1") == wanted
+    assert usual_dtype("mps") == torch.bfloat16
 
 
 def test_what_is_neither_folder_nor_hub_id_never_reaches_the_hub(

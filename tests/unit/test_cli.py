@@ -230,6 +230,20 @@ def test_demo_draws_on_a_terminal(adapter: Path) -> None:
     assert "3 passes, " in result.stdout
 
 
+@pytest.mark.parametrize(("home", "told"), [(True, "bfloat16"), (False, "float32")])
+def test_without_a_dtype_the_machine_decides(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool, told: str
+) -> None:
+    monkeypatch.setattr("forestream.bases.multiplies_bfloat16", lambda: home)
+    monkeypatch.setattr("forestream.weights.multiplies_bfloat16", lambda: False)
+    file = tmp_path / "demo.json"
+    result = run(
+        "demo", "--adapter", adapter, "--max-new-tokens", 2, "--prompt", PROMPT, "--compile", "off", "--json", file
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["dtype"] == told
+
+
 @pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
 def test_a_difference_is_an_error_in_float32_and_told_in_bfloat16(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, code: int

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import tiny
-from forestream.checkpoint import PROVENANCE, STREAMS, Manifest
+from forestream.checkpoint import PROVENANCE, STREAMS, VOCABULARY, Manifest
 from forestream.cli import app
 from forestream.cli.train import train
 from forestream.objective import LossConfig
@@ -77,6 +77,19 @@ def test_a_recipe_is_trained_and_recorded_whole(recipe: Path, tmp_path: Path) ->
     assert "  learning_rate: 0.002\n" in output
 
 
+def test_a_draft_vocabulary_is_written_with_the_adapter(recipe: Path, tmp_path: Path) -> None:
+    output = done("--recipe", recipe, "--output", tmp_path / "own", "training.draft_vocabulary=7")
+    assert load_file(tmp_path / "own" / STREAMS)[VOCABULARY].shape == (7,)
+    record = provenance(tmp_path / "own")
+    assert record["vocabulary"] == {"size": 7, "of": 98}
+    assert record["recipe"]["training"]["draft_vocabulary"] == 7
+    assert "draft_vocabulary: 7" in output
+    assert "Its streams draft 7 of 98 tokens" in (tmp_path / "own" / "README.md").read_text()
+    begun = ("--output", tmp_path / "on", "start_from=" + str(tmp_path / "own"), "training.draft_vocabulary=0")
+    done("--recipe", recipe, *begun)
+    assert VOCABULARY not in load_file(tmp_path / "on" / STREAMS)
+
+
 def test_options_go_before_changes_and_changes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
     changes = ("training.batch_size=12", "examples=12", "training.epochs=2")
     file = tmp_path / "plan.json"
@@ -121,6 +134,17 @@ def test_without_a_recipe_half_of_the_layers_carry_streams(recipe: Path, tmp_pat
     assert Manifest.read(tmp_path / "own").config.stream_layers == 2
     done(*small, "--output", tmp_path / "other", "streams.lora_rank=2", "--stream-layers", 3)
     assert Manifest.read(tmp_path / "other").config.stream_layers == 3
+
+
+@pytest.mark.parametrize(("home", "told"), [(True, "bfloat16"), (False, "float32")])
+def test_without_a_dtype_the_machine_decides(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: bool, told: str
+) -> None:
+    monkeypatch.setattr("forestream.bases.multiplies_bfloat16", lambda: home)
+    done("--recipe", recipe, "--output", tmp_path / "own", "--examples", 8, "training.dtype=auto")
+    record = provenance(tmp_path / "own")
+    assert record["recipe"]["training"]["dtype"] == record["training"]["dtype"] == told
+    assert Manifest.read(tmp_path / "own").base.precision == told
 
 
 def test_a_run_can_start_from_an_adapter(recipe: Path, tmp_path: Path) -> None:

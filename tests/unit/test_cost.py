@@ -50,6 +50,27 @@ def test_the_module_needs_no_torch() -> None:
     assert run.stdout.strip() == "[]"
 
 
+def test_the_streams_head_may_be_a_smaller_one() -> None:
+    small = replace(PROFILE, draft_head=Curve(((1, 2.0), (3, 4.0))))
+    assert plain_seconds(small) == plain_seconds(PROFILE)
+    for carriers in ("deferred", "fused"):
+        fewer = pass_seconds(PROFILE, 8, 3, carriers) - pass_seconds(small, 8, 3, carriers)
+        assert fewer == pytest.approx(PROFILE.head(3) - 4.0)
+        assert pass_seconds(small, 8, 0, carriers) == pass_seconds(PROFILE, 8, 0, carriers)
+
+
+def test_profiles_of_all_kinds_are_read() -> None:
+    """Those that were written before there were draft vocabularies, and those without one."""
+    small = replace(PROFILE, draft_head=Curve(((1, 2.0),)))
+    for profile in (PROFILE, small):
+        assert Profile.from_json(json.dumps(asdict(profile))) == profile
+    older = asdict(PROFILE)
+    del older["draft_head"]
+    assert Profile.from_dict(older) == PROFILE
+    with pytest.raises(ConfigError, match="draft_head is 3; expected a curve"):
+        Profile.from_dict({**older, "draft_head": 3})
+
+
 # --- curves ---------------------------------------------------------------------------------------------------
 
 CURVE = Curve(((2, 1.0), (4, 2.0), (8, 3.0), (16, 7.0)))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 import zoo
 from forestream.compiled import EagerLayers
-from forestream.data import Tokens
+from forestream.data import Tokens, restrict_drafts
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig, TargetBatch, joint_loss
 from forestream.plan import (
@@ -179,6 +179,24 @@ def test_operations_are_those_of_a_real_pass(host: str, mode: str, recomputed: b
     else:
         # Nobody asks for gradients of the embedding, so the first layer's first products have fewer.
         assert wanted < found < 1.02 * wanted
+
+
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+def test_a_draft_vocabulary_takes_the_heads_operations_of_its_tokens(mode: str) -> None:
+    """What does not go through the head is what it is without one."""
+    model = trainable(eager("llama"), mode=mode, scorer_rank=0)
+    free = trial(model)
+    restrict_drafts(model, examples(14), 0, 30)
+    tried = trial(model)
+    batch, rows, whole = tried.collate.batch(tried.batches[0]), tried.rows[0], free.rows[0]
+    assert rows.heads[0] == whole.heads[0]
+    assert 0 < rows.ahead < whole.ahead == sum(whole.heads[1:])
+    width = model.port.hidden_size
+    fewer = 2 * 2 * width * (89 * whole.ahead - 30 * rows.ahead)
+    assert free.sizes.total(whole) - tried.sizes.total(rows) == fewer
+    found, wanted = tried.sizes.total(rows), counted(lambda: learn(model, batch))
+    assert found == wanted if mode == "lossless" else wanted < found < 1.02 * wanted
+    assert tried.sizes.lora_only() == free.sizes.lora_only()
 
 
 def test_the_ratio_is_that_to_a_real_twin() -> None:

@@ -38,6 +38,7 @@ from forestream.tuning import (
     shortlist,
     this_setup,
 )
+from forestream.vocabulary import DraftVocabulary
 from wrapped import prompt, wrapped
 
 SETUP = Setup("a processor", 2, "cpu", "bfloat16", "layer")
@@ -242,6 +243,18 @@ def test_a_profile_has_every_size() -> None:
     assert costs.draft_overhead >= 0
     assert plain_seconds(costs) > 0
     assert len(rounds) == 3 + 9
+    assert costs.draft_head is None
+    assert Profile.from_json(costs.to_json()) == costs
+
+
+def test_the_head_of_a_draft_vocabulary_is_measured_apart() -> None:
+    model = wrapped("llama")
+    model.restrict(DraftVocabulary([1, 3, 5], 89))
+    model.prepare()
+    costs = profile(model, "tiny", SETUP, rows=(1, 4), context=20)
+    assert costs.draft_head is not None
+    assert [rows for rows, _ in costs.draft_head.points] == [1, 4]
+    assert costs.draft_head != costs.head
     assert Profile.from_json(costs.to_json()) == costs
 
 

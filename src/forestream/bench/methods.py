@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from torch import Tensor
 
 from forestream.baseline import plain_batch
 from forestream.bench.stock import stock
-from forestream.checkpoint import lora_tensors, own_tensors
+from forestream.checkpoint import lora_tensors
 from forestream.config import DecodeSettings
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
@@ -151,8 +152,9 @@ def drafting(
 
 
 def added_parameters(model: StreamingLM) -> int:
-    """Numbers that streams need beside the model that writes: their start, the scorer, and a LoRA of their own."""
-    added = list(own_tensors(model).values())
+    """Numbers trained for streams alone: their start, the scorer, the path sampler, and a LoRA that is never merged."""
+    parts = [part for part in (model.start, model.scorer, model.sampler) if part is not None]
+    added: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
     if isinstance(model.host, PeftModel) and model.stream_config.mode == "lossless":
         added += lora_tensors(model.host).values()
     return sum(tensor.numel() for tensor in added)

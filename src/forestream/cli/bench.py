@@ -38,7 +38,7 @@ def bench(
     ] = "plain,forestream",
     data_dir: options.DataDir = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -81,6 +81,7 @@ def bench(
     from forestream.data import prompts_of
     from forestream.tasks import get_task
 
+    dtype = options.dtype_on(device, dtype)
     made = provenance.collect()
     chosen = get_task(task)
     examples = chosen.grouped(split, data_dir)[:limit]

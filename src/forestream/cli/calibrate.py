@@ -38,7 +38,7 @@ def calibrate(
     streams: options.Streams = None,
     data_dir: options.DataDir = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -61,6 +61,7 @@ def calibrate(
     from forestream.data import prompts_of
     from forestream.tasks import get_task
 
+    dtype = options.dtype_on(device, dtype)
     made = provenance.collect()
     folder = options.shipped_adapter(adapter)
     chosen = get_task(task)

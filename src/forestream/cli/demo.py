@@ -79,7 +79,7 @@ def demo(
     ] = None,
     adapter: options.ShippedAdapter = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     max_new_tokens: options.MaxNewTokens = 96,
     settings: options.Settings = None,
@@ -102,6 +102,7 @@ def demo(
     --json writes: prompts (each with plain and forestream: text and figures; speedup, identical,
     first_difference_margin), total (plain, forestream, speedup, identical), and what it was run with.
     """
+    dtype = options.dtype_on(device, dtype)
     folder = options.shipped_adapter(adapter)
     tuned = options.tuned(settings, folder, dtype, device, compile, quantise)
     decoding = options.settings_from(tuned, nodes=nodes, max_new_tokens=max_new_tokens)

@@ -42,7 +42,7 @@ def distill(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 4,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
 ) -> None:
@@ -61,6 +61,7 @@ def distill(
     from forestream.distillation import AnswerSettings, write_answers
     from forestream.tasks import get_task
 
+    dtype = options.dtype_on(device, dtype)
     made = provenance.collect()
     rows = get_task(task).examples(split, data_dir)
     numbers = drawn(range(len(rows)), seed, examples)  # more of them go behind fewer

@@ -70,7 +70,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time for --way batched.")] = 16,
     data_dir: options.DataDir = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -92,6 +92,7 @@ def evaluate(
     from forestream.quality import compare
     from forestream.tasks import get_task
 
+    dtype = options.dtype_on(device, dtype)
     if (adapter is None) == (texts is None):
         raise ConfigError("give either --adapter, to write texts, or --texts, to score written ones")
     made = provenance.collect()

@@ -75,7 +75,7 @@ def generate(
         typer.Option(min=0, help="Record every token's log-probability, and so many most probable tokens (--json)."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts written together.")] = 1,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -90,6 +90,7 @@ def generate(
 
     Example: forestream generate --adapter adapters/e2e "name[The Copper Kettle], eatType[pub], area[riverside] ->"
     """
+    dtype = options.dtype_on(device, dtype)
     found = options.tuned_file(settings, adapter, dtype, device, compile, quantise)
     decoding = options.settings_from(
         None if found is None else found.decode,

@@ -45,7 +45,7 @@ def inspect_adapter(
     prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
     max_new_tokens: options.MaxNewTokens = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     json_file: options.JsonFile = None,
@@ -61,6 +61,7 @@ def inspect_adapter(
 
     Example: forestream inspect --adapter adapters/e2e --prune-below 0.1 --passes 2
     """
+    dtype = options.dtype_on(device, dtype)
     decoding = options.settings_from(
         options.tuned(settings, adapter, dtype, device, options.CompileForm.off, quantise) if settings else None,
         tree=tree,

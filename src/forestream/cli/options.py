@@ -32,6 +32,7 @@ DEFAULTS: Final = DecodeSettings()
 
 
 class DType(StrEnum):
+    auto = "auto"
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
@@ -96,8 +97,9 @@ DTypeName = Annotated[
     DType,
     typer.Option(
         "--dtype",
-        help="Of weights and activations. float32: drafting never changes the text. bfloat16: faster on most "
-        "machines; the text may differ where the two best tokens are nearly tied. float16: the same, for GPUs.",
+        help="Of weights and activations. float32: drafting never changes the text. bfloat16: faster on machines that "
+        "multiply it; the text may differ where the two best tokens are nearly tied. float16: the same, for GPUs. "
+        "auto: bfloat16 if the device multiplies it, else float32 (float16 on older GPUs).",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, mps.")]
@@ -202,7 +204,17 @@ def settings_from(tuned: DecodeSettings | None = None, **given: Any) -> DecodeSe
     return replace(settings, **changes)
 
 
+def dtype_on(device: str, name: DType) -> DType:
+    """`name`, or what is usual on `device` where it is auto."""
+    if name != DType.auto:
+        return name
+    from forestream.bases import usual_dtype
+
+    return DType(str(usual_dtype(torch_device(device))).removeprefix("torch."))
+
+
 def torch_dtype(name: DType) -> torch.dtype:
+    """The dtype of a name that is not auto."""
     import torch
 
     return {DType.bfloat16: torch.bfloat16, DType.float16: torch.float16, DType.float32: torch.float32}[name]
@@ -317,7 +329,7 @@ def shipped_adapter(given: Path | None = None) -> Path:
 def load_generator(
     adapter: Path,
     base: str | None = None,
-    dtype: DType = DType.bfloat16,
+    dtype: DType = DType.float32,
     settings: DecodeSettings | None = None,
     device: str = "cpu",
     form: CompileForm = CompileForm.off,

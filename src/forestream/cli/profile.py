@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def profile(
     adapter: options.ShippedAdapter = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -41,6 +41,7 @@ def profile(
 
     Measure on an idle machine. Example: forestream profile --output machine.json
     """
+    dtype = options.dtype_on(device, dtype)
     folder = options.shipped_adapter(adapter)
     generator = options.load_generator(folder, base, dtype, None, device, compile, quantise)
     costs = measure(generator, folder, options.precision(dtype, quantise), device, compile, context)
@@ -71,12 +72,14 @@ def measure(
 def _table(costs: Profile) -> Table:
     title = f"{costs.model}, {costs.dtype}, compile {costs.compile}, {costs.processor}, {costs.threads} threads"
     table = Table(title=title, box=SIMPLE_HEAD, caption_justify="left")
-    for heading in ("rows", "layer, ms", "head, ms", "whole pass, ms", "of one row"):
+    drafts = costs.draft_head
+    heads = ("head, ms", "draft head, ms") if drafts else ("head, ms",)
+    for heading in ("rows", "layer, ms", *heads, "whole pass, ms", "of one row"):
         table.add_column(heading, justify="right")
     whole = {rows: costs.layers * costs.layer(rows) + costs.head(rows) for rows, _ in costs.layer.points}
     first = next(iter(whole.values()))
     for rows, seconds in costs.layer.points:
-        cells = (1e3 * seconds, 1e3 * costs.head(rows), 1e3 * whole[rows])
+        cells = (1e3 * seconds, 1e3 * costs.head(rows), *([1e3 * drafts(rows)] if drafts else []), 1e3 * whole[rows])
         table.add_row(str(rows), *(f"{cell:.2f}" for cell in cells), f"{whole[rows] / first:.2f}")
     table.caption = (
         f"Around a plain pass {1e3 * costs.overhead:.1f} ms; drafting, verifying and committing "

@@ -66,6 +66,7 @@ def summary(folder: Path, model: StreamingLM) -> dict[str, Any]:
         "config": vars(manifest.config),
         "layers": model.port.num_layers,
         "hidden_size": model.port.hidden_size,
+        "draft_vocabulary": None if model.vocabulary is None else len(model.vocabulary),
         "lora_parameters": lora_parameters(folder),
         "extra_parameters": {part.name: part.number for part in parts},
         "extra_parameters_total": sum(part.number for part in parts),
@@ -85,6 +86,7 @@ def summary_table(record: dict[str, Any], model: StreamingLM) -> Table:
         "base": f"{record['base']} (family {record['family']}), fingerprint {record['fingerprint'][:16]}…",
         "mode": f"{config['mode']}: {_MODES[config['mode']]}",
         "streams": f"G = {config['streams']}, stream j drafts the token j places after the next one",
+        "draft vocabulary": _drafted(model),
         "stream layers": f"{config['stream_layers']} of {record['layers']}, the top ones",
         "LoRA": f"{record['lora_parameters']:,} parameters (rank {config['lora_rank']}, alpha {config['lora_alpha']})",
         "beside it": _accounts(model),
@@ -100,6 +102,11 @@ _MODES = {
     "joint": "LoRA and streams learned the task together; the text is the fine-tuned model's",
     "lossless": "the LoRA acts on streams only; the text is the base model's",
 }
+
+
+def _drafted(model: StreamingLM) -> str:
+    V = model.port.head_size
+    return f"all {V:,} tokens" if model.vocabulary is None else f"{len(model.vocabulary):,} of {V:,} tokens"
 
 
 def _accounts(model: StreamingLM) -> str:

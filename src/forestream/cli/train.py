@@ -105,7 +105,7 @@ def train(
     ] = None,
     device: options.Device = "cpu",
     dtype: Annotated[
-        options.DType | None, typer.Option(help="Compute dtype; adapter weights stay float32. [default: bfloat16]")
+        options.DType | None, typer.Option(help="Compute dtype; adapter weights stay float32. [default: auto]")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of the example order and the fresh weights. [default: 0]")
@@ -209,13 +209,14 @@ class _Run:
 
         from forestream import checkpoint
         from forestream.bases import fingerprint, load_base
-        from forestream.data import template_of
+        from forestream.data import restrict_drafts, template_of
         from forestream.distillation import AnswerSettings
         from forestream.tasks import get_task
         from forestream.training import collator, ordered, training_model, usable
         from forestream.trial import Trial
 
-        config = recipe.training
+        config = recipe.training.on(options.torch_device(device))
+        recipe = replace(recipe, training=config)
         self.told = None if answers is None else AnswerSettings.read(answers, recipe.task)
         rows = get_task(recipe.task).examples("train" if self.told is None else self.told.split, data_dir)
         host, tokenizer = load_base(recipe.base, options.torch_dtype(options.DType(config.dtype)))
@@ -234,10 +235,10 @@ class _Run:
             self.started_from = checkpoint.begin_from(self.model, Path(recipe.start_from), self.origin.fingerprint)
         self.examples = _tokens(tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples)
         self.pad: int = tokenizer.eos_token_id
+        used = usable(self.examples, config)
+        restrict_drafts(self.model, used, self.pad, config.draft_vocabulary)
         collate = collator(recipe.streams.streams, self.pad, config)
-        self.trial: Trial = Trial(
-            self.model, ordered(usable(self.examples, config), config, self.pad), collate, config, recipe.loss
-        )
+        self.trial: Trial = Trial(self.model, ordered(used, config, self.pad), collate, config, recipe.loss)
         self.report: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def train_medusa(
     device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the heads' weights are trained in float32.")
-    ] = options.DType.bfloat16,
+    ] = options.DType.auto,
     seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
     log_every: Annotated[int, typer.Option(min=1, help="Updates between lines of the log.")] = 10,
@@ -92,6 +92,7 @@ def train_medusa(
     from forestream.training import TrainConfig
 
     made = provenance.collect()
+    dtype = options.dtype_on(device, dtype)
     checkpoint.check_output(output, MANIFEST)
     settings = MedusaConfig(heads, projection.value)
     belongs = HeadsManifest.of(settings, adapter)
@@ -112,6 +113,7 @@ def train_medusa(
     rows = drawn(chosen.examples("train", data_dir), seed, examples)
     tried = chosen.grouped("validation", data_dir)[:measure] if measure else []
     model, tokenizer = checkpoint.load(adapter, base, options.torch_dtype(dtype), device=options.torch_device(device))
+    model.restrict(None)  # heads foretell any token, whatever the adapter's streams draft from
     used = [tokenize(tokenizer, row) for row in rows]
     torch.manual_seed(seed)
     trained = MedusaHeads.fresh(settings, model)

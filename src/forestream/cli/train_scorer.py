@@ -25,7 +25,7 @@ def train_scorer(
     device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the scorer's weights are trained in float32.")
-    ] = options.DType.bfloat16,
+    ] = options.DType.auto,
     seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
@@ -44,6 +44,7 @@ def train_scorer(
     from forestream.tasks import get_task
     from forestream.training import TrainConfig
 
+    dtype = options.dtype_on(device, dtype)
     made = provenance.collect()
     checkpoint.check_output(output)
     config = TrainConfig(

@@ -45,7 +45,7 @@ def tune(
     ] = None,
     data_dir: options.DataDir = None,
     base: options.Base = None,
-    dtype: options.DTypeName = options.DType.bfloat16,
+    dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
     device: options.Device = "cpu",
     compile: options.CompileHow = options.CompileForm.auto,
@@ -76,8 +76,8 @@ def tune(
     from forestream.data import prompts_of
     from forestream.tasks import get_task
 
-    sizes = _sizes(batches)
-    made = provenance.collect()
+    dtype = options.dtype_on(device, dtype)
+    sizes, made = _sizes(batches), provenance.collect()
     folder = options.shipped_adapter(adapter)
     chosen = get_task(task)
     texts = chosen.grouped(split, data_dir)[:limit]  # before anything that takes long

@@ -84,6 +84,7 @@ def verify(
 
     Example: forestream verify --adapter my-adapter --prompts my-prompts.txt --dtype bfloat16
     """
+    dtype = options.dtype_on(device, dtype)
     if margin is not None and dtype == options.DType.float32:
         raise ConfigError("found --margin with float32, where texts have to be equal; it belongs to half precision")
     given, cap = _prompts(prompts, task, split, data_dir)

@@ -184,15 +184,35 @@ class Port(ABC):
     def finish(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: hidden [B,n,D] -> what the head reads, [B,n,E]."""
 
-    def head(self, finished: Tensor) -> Tensor:
-        """LM head with logit scale or softcap: finished [B,n,E] -> logits [B,n,V]."""
-        return self.scaled(self.projection(finished))
-
     @property
-    def projection(self) -> Any:
-        """The LM head's linear layer."""
+    def output(self) -> Any:
+        """The projection to logits, as the host keeps it."""
         return self.model.lm_head
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        """What the host makes of its projection's output: a logit scale or softcap, [B,n,V] -> [B,n,V]."""
+    @property
+    def head_size(self) -> int:
+        """V, the number of tokens that there are logits for."""
+        return int(self.config.vocab_size)
+
+    def head(self, finished: Tensor, rows: nn.Module | None = None) -> Tensor:
+        """LM head with logit scale or softcap: finished [B,n,E] -> logits [B,n,V]; [B,n,K] by `rows` of `head_of`."""
+        logits: Tensor = (self.output if rows is None else rows)(finished)
         return logits
+
+    def head_of(self, ids: Tensor) -> nn.Linear:
+        """The projection to the logits of the tokens `ids` [K] alone: copies of its rows, frozen.
+
+        Raises:
+            UnsupportedModel: the host's own projection is no plain linear layer (any more).
+        """
+        output = self.output
+        if type(output) is not nn.Linear or type(output.weight) is not nn.Parameter:
+            raise UnsupportedModel(
+                f"the head of this {self.family} is a {type(output).__name__}; rows of it can be taken from a plain "
+                "linear layer only, before weights are packed or quantised."
+            )
+        rows = nn.Linear(output.in_features, len(ids), device="meta")
+        ids = ids.to(output.weight.device)
+        rows.weight = nn.Parameter(output.weight.detach()[ids], requires_grad=False)
+        rows.bias = None if output.bias is None else nn.Parameter(output.bias.detach()[ids], requires_grad=False)
+        return rows

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forestream.errors import UnsupportedModel
@@ -18,8 +18,9 @@ class GemmaPort(RotaryDecoderPort):
 class _SoftcappedPort(QwenPort):
     """Windows by layer type, and a head that may squash its logits."""
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        """cap * tanh(logits / cap) where the config sets a cap: [B,n,V] -> [B,n,V]."""
+    def head(self, finished: Tensor, rows: nn.Module | None = None) -> Tensor:
+        """LM head, then cap * tanh(logits / cap) where the config sets a cap: [B,n,E] -> [B,n,V], or [B,n,K]."""
+        logits = super().head(finished, rows)
         cap: float | None = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -119,6 +119,6 @@ class GenericPort(RotaryDecoderPort):
         return finished
 
     @property
-    def projection(self) -> Any:
-        """The output embedding; logits that are scaled behind it make the parity check fail."""
+    def output(self) -> Any:
+        """The output embedding alone; scaled logits make the parity check fail."""
         return self.model.get_output_embeddings()

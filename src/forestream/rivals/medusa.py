@@ -62,7 +62,7 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.config = config
         self.port = port
-        vocabulary: int = port.model.config.vocab_size
+        vocabulary = port.head_size
         block = tensors.get("blocks.0.weight")
         width = port.hidden_size if block is None else block.shape[1]
         own = config.heads if config.projection == "own" else 0
@@ -91,7 +91,7 @@ class MedusaHeads(nn.Module):
         Raises:
             ConfigError: the model's head is packed or quantised and cannot be copied.
         """
-        source = model.port.projection
+        source = model.port.output
         weight = getattr(source, "weight", None)
         if type(weight) is not nn.Parameter:
             raise ConfigError("heads begin as copies of the model's own: load it without preparing and quantising it")
@@ -123,7 +123,7 @@ class MedusaHeads(nn.Module):
         """Logits of head `head` from what its block made."""
         if not self.projections:
             return self.port.head(states)
-        return self.port.scaled(self.projections[head](states))
+        return self.port.head(states, self.projections[head])
 
     def forward(self, states: Float[Tensor, "B D"], count: int) -> Float[Tensor, "B G V"]:
         """Logits of the first `count` heads, from final states before the host's norm."""

@@ -98,8 +98,11 @@ class HeadsObjective(Objective):
         self.frozen = not any(parameter.requires_grad for parameter in model.parameters())
 
     @property
-    def ahead(self) -> int:
+    def streams(self) -> int:
         return self.heads.count
+
+    def count(self, batch: TargetBatch) -> Tensor:
+        return count_targets(batch)  # whatever vocabulary the adapter's streams draft from
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "heads": asdict(self.heads.config), "frozen": self.frozen}

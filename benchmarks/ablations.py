@@ -41,7 +41,10 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {
     "soft and hard targets": ("loss.target=both",),
     "half of the carriers": ("training.share=0.5",),
     "learning rate 2e-3": ("training.learning_rate=2e-3",),
+    "plain heads in the joint loss": (),
 }
+HEADS: Final = "plain heads in the joint loss"
+"""The variant with heads on the final state in place of streams: `benchmarks/plain_heads.py` trains it."""
 METHOD: Final = "budget-16"
 
 
@@ -79,14 +82,23 @@ def begun(given: argparse.Namespace) -> dict[str, Any]:
 def ran(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Train a variant, measure it, and say what came of it."""
     adapter = given.runs / "".join(letter if letter.isalnum() else "-" for letter in name)
-    if not (adapter / "provenance.json").is_file():
-        where = ("--output", adapter, "--data-dir", given.data_dir, "--resume")
-        forestream("train", "--recipe", "e2e", *where, f"examples={given.examples}", *VARIANTS[name])
+    whole = adapter / "medusa" if name == HEADS else adapter  # written last
+    if not (whole / "provenance.json").is_file():
+        where = ("--recipe", "e2e", "--output", adapter, "--data-dir", given.data_dir)
+        wanted = (f"examples={given.examples}", *VARIANTS[name])
+        if name == HEADS:
+            python(Path(__file__).with_name("plain_heads.py"), *where, *wanted)
+        else:
+            python("-m", "forestream", "train", *where, "--resume", *wanted)
     bench = adapter.with_suffix(".json")
     where = ("--adapter", adapter, "--data-dir", given.data_dir, "--split", "validation", "--limit", given.prompts)
-    forestream("bench", *where, "--methods", f"plain,{METHOD}", "--carriers", "deferred", "--json", bench)
+    if name == HEADS:
+        where += ("--medusa", adapter / "medusa")
+    method = f"medusa-{METHOD}" if name == HEADS else METHOD
+    asked = ("--methods", f"plain,{method}", "--carriers", "deferred", "--json", bench)
+    python("-m", "forestream", "bench", *where, *asked)
     trained = json.loads((adapter / "provenance.json").read_text())
-    drafted = json.loads(bench.read_text())["methods"][METHOD]
+    drafted = json.loads(bench.read_text())["methods"][method]
     last = trained["last_log"]
     return {
         "overrides": list(VARIANTS[name]),
@@ -99,8 +111,8 @@ def ran(name: str, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def forestream(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "forestream", *map(str, arguments)], check=True)
+def python(*arguments: object) -> None:
+    subprocess.run([sys.executable, *map(str, arguments)], check=True)
 
 
 if __name__ == "__main__":

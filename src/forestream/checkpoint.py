@@ -302,13 +302,12 @@ def copy_adapter(adapter: Path, folder: Path) -> None:
 
 
 @contextmanager
-def written(folder: Path) -> Iterator[Path]:
+def written(folder: Path, manifest: str = MANIFEST) -> Iterator[Path]:
     """A folder to fill, which is moved to `folder` once the block has ended without an error.
 
-    Raises:
-        CheckpointError: `folder` exists and is no adapter folder.
+    Arguments and errors as in `check_output`.
     """
-    check_output(folder)
+    check_output(folder, manifest)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -319,14 +318,18 @@ def written(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_output(folder: Path) -> None:
+def check_output(folder: Path, manifest: str = MANIFEST) -> None:
     """See to it that an adapter may be written to `folder`, before hours are spent on making one.
 
+    Args:
+        manifest: the file by which a folder of this kind is known.
+
     Raises:
-        CheckpointError: `folder` exists and is no adapter folder.
+        CheckpointError: `folder` exists and is no adapter folder, or none of the kind.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
-        raise CheckpointError(f"{folder} exists and is no adapter folder; choose another output folder")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / manifest).is_file()):
+        kind = "is no adapter folder" if manifest == MANIFEST else f"holds no {manifest}"
+        raise CheckpointError(f"{folder} exists and {kind}; choose another output folder")
 
 
 def _put(aside: Path, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -19,7 +19,7 @@ from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.paths import Paths
-from forestream.prefill import begin
+from forestream.prefill import Heads, begin
 from forestream.pruning import Keep, edge_scores, keep_rule
 from forestream.requests import Request
 from forestream.rows import Row
@@ -38,6 +38,7 @@ def decode(
     eos: Sequence[int] = (),
     drafter: Drafter | None = None,
     memory: Memory | None = None,
+    heads: Heads | None = None,
 ) -> Iterator[Step]:
     """Write after `prompt`, several tokens a pass; in float32 the tokens are those of plain decoding.
 
@@ -50,12 +51,13 @@ def decode(
         drafter: replaces the one that `settings` name; its trees must not be larger than theirs. It is handed logits
             of all V tokens, minus infinity at those that the draft vocabulary leaves out.
         memory: what is known from earlier texts, and will be of this one.
+        heads: foretell in place of the model's streams, of which no pass then carries any.
 
     Raises:
         PromptError: the prompt is empty or leaves no room before the context limit.
         ConfigError: more streams than were trained, too large a tree, or pruning without a scorer.
     """
-    for steps in decode_batch(model, [Request.of(prompt, eos)], settings, drafter, memory):
+    for steps in decode_batch(model, [Request.of(prompt, eos)], settings, drafter, memory, heads):
         yield steps[0][1]
 
 
@@ -65,6 +67,7 @@ def decode_batch(
     settings: DecodeSettings | Schedule,
     drafter: Drafter | None = None,
     memory: Memory | None = None,
+    heads: Heads | None = None,
 ) -> Iterator[list[tuple[int, Step]]]:
     """Write several texts together: each has its own tree, verdict and end, and is what it would be alone.
 
@@ -72,13 +75,13 @@ def decode_batch(
     errors as in `decode`; a schedule gives the settings by the number of texts under way.
     """
     schedule = Schedule.of(settings)
-    plans = {least: Plan.of(model, one, drafter) for least, one in schedule.steps}
+    plans = {least: Plan.of(model, one, drafter, heads) for least, one in schedule.steps}
     for plan in plans.values():
         model.layers.fix(usual_passes(plan.settings, plan.streams))
     first = plans[schedule.steps[0][0]].settings
     most = max(plan.streams for plan in plans.values())
     slots = max(plan.slots for plan in plans.values())
-    begun = begin(model, requests, first, most, slots, memory)
+    begun = begin(model, requests, first, most, slots, memory, heads)
     if begun is None:
         return
     rows, numbers, cache, drafts = begun.rows, begun.numbers, begun.cache, begun.streams
@@ -102,7 +105,7 @@ def decode_batch(
         if any(rows[i].left > 1 for i in going):
             wanted = plans[schedule.least(len(going))].streams
             places = [(i, verdicts[i].path[-1]) for i in going]
-            drafts = list(look_ahead(model, checked, places, wanted, cache))
+            drafts = list(look_ahead(model, checked, places, wanted, cache, heads))
         else:
             drafts = [ahead[:0] for ahead in drafts[: len(going)]]
         seconds = (perf_counter() - began) / len(rows)
@@ -126,30 +129,36 @@ class Plan:
     slots: int
 
     @staticmethod
-    def of(model: StreamingLM, settings: DecodeSettings, drafter: Drafter | None = None) -> Plan:
+    def of(
+        model: StreamingLM, settings: DecodeSettings, drafter: Drafter | None = None, heads: Heads | None = None
+    ) -> Plan:
         """The plan of `settings`.
 
         Raises:
             ConfigError: more streams than were trained, too large a tree, or pruning without a scorer.
         """
-        streams, keep = streams_in_use(model, settings), keep_rule(settings)
+        if heads is not None:
+            settings = replace(settings, carriers="deferred")  # heads ride on no pass
+        streams, keep = streams_in_use(model, settings, heads), keep_rule(settings)
         if keep is not None and streams and model.scorer is None:
             raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
         slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
-        return Plan(settings, streams, keep, _drafter(model, settings, drafter), max(slots, streams + 1))
+        return Plan(settings, streams, keep, _drafter(model, settings, drafter, heads), max(slots, streams + 1))
 
 
 def _drafter(
-    model: StreamingLM, settings: DecodeSettings, given: Drafter | None
+    model: StreamingLM, settings: DecodeSettings, given: Drafter | None, heads: Heads | None = None
 ) -> Callable[[Row, Float[Tensor, "G X"]], DraftTree]:
-    """What makes a text's tree out of what `StreamingLM.ahead` made of its streams."""
-    own, vocabulary = drafter_for(settings), model.vocabulary
+    """What makes a text's tree out of what `StreamingLM.ahead` made of its streams, or out of the logits of `heads`."""
+    own = drafter_for(settings)
+    # A draft vocabulary and a path sampler are the streams' own.
+    vocabulary, sampler = (model.vocabulary, model.sampler) if heads is None else (None, None)
 
     def draft(row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
         law = partial(row.mirrored, vocabulary=vocabulary)
-        if model.sampler is not None and given is None:
+        if sampler is not None and given is None:
             return own.follow(row.text[-1], Paths(model, ahead, law))
-        logits = law(ahead if model.sampler is None else model.draft_logits(ahead))
+        logits = law(ahead if sampler is None else model.draft_logits(ahead))
         if given is None:
             return own(row.text, logits, None if vocabulary is None else vocabulary.ids)
         # Whoever wrote it counts on columns being tokens.
@@ -167,6 +176,7 @@ class Checked:
         kept: numbers of these nodes in the tree that was offered, per row.
         logits: the main stream's at every node; rows of smaller trees are filled up with what nobody needs.
         trunk: states at the entry of the stream layers.
+        main: final states of the nodes, before the norm.
         streams: final states of the streams of every node, or none where streams are deferred.
     """
 
@@ -174,6 +184,7 @@ class Checked:
     kept: tuple[tuple[int, ...], ...]
     logits: Float[Tensor, "B N V"]
     trunk: Float[Tensor, "B N D"]
+    main: Float[Tensor, "B N D"]
     streams: Float[Tensor, "B G C D"]
 
 
@@ -203,7 +214,7 @@ def check(
 
     output = model(ids, pack, cache, survivors if keep is not None and size > 1 else None, topologies)
     left = tuple(tree.subset(kept) for tree, kept in zip(trees, output.kept, strict=True))
-    return Checked(left, output.kept, model.logits(output.main), output.trunk, output.streams)
+    return Checked(left, output.kept, model.logits(output.main), output.trunk, output.main, output.streams)
 
 
 @torch.inference_mode()
@@ -218,16 +229,24 @@ def commit(model: StreamingLM, checked: Checked, verdicts: Sequence[Verdict], ca
 
 @torch.inference_mode()
 def look_ahead(
-    model: StreamingLM, checked: Checked, places: Sequence[tuple[int, int]], streams: int, cache: StreamCache
+    model: StreamingLM,
+    checked: Checked,
+    places: Sequence[tuple[int, int]],
+    streams: int,
+    cache: StreamCache,
+    heads: Heads | None = None,
 ) -> Float[Tensor, "B G X"]:
     """What `StreamingLM.ahead` makes of the accepted nodes' streams: out of the pass (fused) or behind it (deferred).
 
     Args:
         places: row of the pass and node of its surviving tree, for every row of `cache`.
+        heads: foretell in place of the streams.
     """
     if not streams:
         return checked.logits[: len(places), :0]
     rows, nodes = map(list, zip(*places, strict=True))
+    if heads is not None:
+        return heads(checked.main[rows, nodes], streams)
     if checked.streams.shape[1] >= streams:
         return model.ahead(checked.streams[rows, :, nodes][:, :streams])
     return model.ahead(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
@@ -258,17 +277,18 @@ def _step(
     return Step(tokens, len(path) - 1, seconds, tree, kept, path, row.finish, scores)
 
 
-def streams_in_use(model: StreamingLM, settings: DecodeSettings) -> int:
-    """G for this run.
+def streams_in_use(model: StreamingLM, settings: DecodeSettings, heads: Heads | None = None) -> int:
+    """G for this run, of streams or of heads that stand in their place.
 
     Raises:
         ConfigError: more than were trained.
     """
-    trained = model.stream_config.streams
+    trained = model.stream_config.streams if heads is None else heads.count
     if largest_tree(settings, trained) == 1:
         return 0  # a root alone drafts nothing
     if settings.streams is not None and settings.streams > trained:
-        raise ConfigError(f"streams is {settings.streams}; this adapter was trained with {trained}")
+        what = "this adapter was" if heads is None else "these heads were"
+        raise ConfigError(f"streams is {settings.streams}; {what} trained with {trained}")
     return trained if settings.streams is None else settings.streams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from jaxtyping import Float
@@ -25,6 +25,19 @@ from forestream.topology import Topology
 
 ROOT_ALONE: Final = Topology((-1,))
 """The tree of plain decoding: one node, no drafts."""
+
+
+class Heads(Protocol):
+    """What foretells tokens from a node's final state, for models that draft without streams."""
+
+    @property
+    def count(self) -> int:
+        """G, how many heads there are."""
+        ...
+
+    def __call__(self, states: Float[Tensor, "B D"], count: int) -> Float[Tensor, "B G V"]:
+        """Logits of the first `count` heads; row j - 1 foretells what stream j would, from states before the norm."""
+        ...
 
 
 @dataclass
@@ -90,7 +103,12 @@ def _strange(model: StreamingLM, ids: Sequence[int]) -> int | None:
 
 @torch.inference_mode()
 def prompt_pass(
-    model: StreamingLM, prompt: Sequence[int], streams: int, cache: StreamCache, chunk: int | None = None
+    model: StreamingLM,
+    prompt: Sequence[int],
+    streams: int,
+    cache: StreamCache,
+    chunk: int | None = None,
+    heads: Heads | None = None,
 ) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "G X"]]:
     """Commit the prompt behind what `cache` holds of it; return logits of its last token, and what its streams say.
 
@@ -98,7 +116,9 @@ def prompt_pass(
 
     Args:
         chunk: most tokens in one pass; None takes all at once.
+        heads: foretell in place of the streams.
     """
+    carried = streams if heads is None else 0
     # Tables of a rotary type that looks at the whole text's length are right for the whole text only.
     if chunk is None or model.port.room(1) < len(prompt):
         chunk = len(prompt)
@@ -106,13 +126,16 @@ def prompt_pass(
     while (start := cache.committed) < len(prompt):
         piece = prompt[start : start + chunk]
         last = start + len(piece) == len(prompt)
-        carriers = torch.tensor([[len(piece) - 1]] if last else [[]], dtype=torch.long)
+        carriers = torch.tensor([[len(piece) - 1]] if last and carried else [[]], dtype=torch.long)
         ids = torch.tensor([list(piece)], device=model.device)
-        output = model(ids, Pack.text(len(piece), carriers, streams if last else 0), cache)
+        output = model(ids, Pack.text(len(piece), carriers, carried if last else 0), cache)
         cache.advance(len(piece))
     if output is None:
         raise PromptError("nothing of the prompt is left to read; at least its last token must be")
-    ahead = model.ahead(output.streams[0, :, 0]) if streams else output.main[0, :0]
+    if heads is not None and streams:
+        ahead = heads(output.main[:, -1], streams)[0]
+    else:
+        ahead = model.ahead(output.streams[0, :, 0]) if streams else output.main[0, :0]
     return model.logits(output.main[:, -1]), ahead
 
 
@@ -123,6 +146,7 @@ def begin(
     streams: int,
     slots: int,
     memory: Memory | None = None,
+    heads: Heads | None = None,
 ) -> Begun | None:
     """Read the prompts and write every text's first token; None if no text may have any.
 
@@ -132,6 +156,7 @@ def begin(
         streams: of each prompt's last token.
         slots: most slots of a pass behind the prompts.
         memory: what is known from an earlier text, for a single request.
+        heads: foretell in place of the streams.
 
     Raises:
         PromptError: a prompt is empty, holds an unknown id, or leaves no room before the context limit.
@@ -166,7 +191,7 @@ def begin(
             if len(rows) > 1:
                 alone = cache.row(place)
                 model.layers.admit(alone)
-            main, ahead = prompt_pass(model, prompt, streams, alone, settings.prompt_chunk)
+            main, ahead = prompt_pass(model, prompt, streams, alone, settings.prompt_chunk, heads)
             cache.lengths[place] = len(prompt)
             read[prompt] = place, main, ahead
         with torch.inference_mode():

@@ -140,9 +140,30 @@ class Objective(nn.Module):
         self.model = model
         self.loss_config = config
 
+    @property
+    def streams(self) -> int:
+        """G, streams, or what stands in their place, that batches have targets for."""
+        return self.model.stream_config.streams
+
+    def count(self, batch: TargetBatch) -> Tensor:
+        """Targets of every term."""
+        return count_targets(batch, self.model.vocabulary)
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a run is resumed."""
+        return {"loss": asdict(self.loss_config), "streams": asdict(self.model.stream_config)}
+
     def forward(self, inputs: dict[str, Tensor], totals: Tensor | None) -> JointLoss:
         batch = TargetBatch(**inputs)
         return joint_loss(self.model, batch_pass(self.model, batch), batch, self.loss_config, totals)
+
+    def write(self, folder: Path) -> None:
+        """Write all that is trained into an existing folder; every process calls it."""
+        checkpoint.write_weights(self.model, folder)
+
+    def read(self, folder: Path) -> None:
+        """Read what `write` wrote."""
+        checkpoint.read_weights(self.model, folder)
 
 
 class StreamTrainer(Trainer):
@@ -152,12 +173,11 @@ class StreamTrainer(Trainer):
     taken over the targets of the whole update.
     """
 
-    def __init__(
-        self, *args: Any, model: StreamingLM, loss_config: LossConfig, config: TrainConfig, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, model=Objective(model, loss_config), **kwargs)
-        self.streaming = model
-        self.loss_config = loss_config
+    def __init__(self, *args: Any, objective: Objective, config: TrainConfig, **kwargs: Any) -> None:
+        super().__init__(*args, model=objective, **kwargs)
+        self.trained = objective
+        self.streaming = objective.model
+        self.loss_config = objective.loss_config
         self.sharded = config.layout == "shards"
         self.stream_rate = config.stream_rate
         # The loss comes scaled for accumulation: nothing is left for the Trainer to average.
@@ -174,7 +194,7 @@ class StreamTrainer(Trainer):
     ) -> tuple[list[dict[str, Tensor]], Tensor]:
         """The parts of one update that fall to this process, and all processes' targets in it, by term."""
         parts, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        own = torch.stack([count_targets(TargetBatch(**part), self.streaming.vocabulary) for part in parts]).sum(0)
+        own = torch.stack([self.trained.count(TargetBatch(**part)) for part in parts]).sum(0)
         return parts, self.accelerator.reduce(own.to(device), "sum")
 
     def compute_loss(
@@ -261,10 +281,10 @@ class StreamTrainer(Trainer):
         folder = Path(output_dir or str(self.args.output_dir))
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_weights(self.streaming, folder)
+        self.trained.write(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoint.read_weights(self.streaming, Path(resume_from_checkpoint))
+        self.trained.read(Path(resume_from_checkpoint))
 
 
 def usable(examples: Sequence[Tokens], config: TrainConfig) -> list[Tokens]:
@@ -306,9 +326,11 @@ def fit(
     loss_config: LossConfig,
     resume: bool = False,
     started_from: str | None = None,
+    objective: Objective | None = None,
 ) -> dict[str, Any]:
     """Train `model` in place; checkpoints and log go to `folder`.
 
+    `objective` replaces the joint loss, and says what else is trained.
     `started_from` names the weights that the run begins with, None fresh ones: a run goes on with its own only.
     With `resume`, the last checkpoint in `folder` is continued, as if it had never been interrupted. Processes that a
     launcher started together all call this, with equal arguments and a `folder` that all of them see; an update then
@@ -328,6 +350,7 @@ def fit(
         model.layers = RecomputedLayers(model.port)
     if model.gate is not None:
         model.gate.open(0, 1, model.device)  # decoding may have left it shut, and PEFT freezes what is shut
+    objective = objective or Objective(model, loss_config)
     arguments = _arguments(folder, config, loss_config, model.device.type == "cpu")
     world = arguments.world_size
     processes.check_number(world)
@@ -335,15 +358,14 @@ def fit(
     used = usable(examples, config)
     restrict_drafts(model, used, pad, config.draft_vocabulary)
     trainer = StreamTrainer(
-        model=model,
+        objective=objective,
         args=arguments,
         train_dataset=ordered(used, config, pad, world),
-        data_collator=collator(model.stream_config.streams, pad, config),
-        loss_config=loss_config,
+        data_collator=collator(objective.streams, pad, config),
         config=config,
         callbacks=[log],
     )
-    identity = _identity(model, used, config, loss_config, world, started_from)
+    identity = _identity(objective, used, config, world, started_from)
     last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, arguments.should_save)
     trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
@@ -361,20 +383,14 @@ def fit(
 
 
 def _identity(
-    model: StreamingLM,
-    examples: Sequence[Tokens],
-    config: TrainConfig,
-    loss_config: LossConfig,
-    world: int,
-    started_from: str | None,
+    objective: Objective, examples: Sequence[Tokens], config: TrainConfig, world: int, started_from: str | None
 ) -> dict[str, Any]:
     """What must not change when a run is resumed."""
     digest = sha256(json.dumps([(e.prompt, e.completion) for e in examples]).encode()).hexdigest()
     training = {key: value for key, value in asdict(config).items() if key not in ("save_every", "log_every")}
     return {
         "training": training,
-        "loss": asdict(loss_config),
-        "streams": asdict(model.stream_config),
+        **objective.settings(),
         "processes": world,
         "examples": digest,
         "started_from": started_from,

@@ -19,6 +19,7 @@ from forestream.drafting import drafter_for
 from forestream.model import StreamingLM
 from forestream.plan import Sizes
 from forestream.steps import tokens_of
+from forestream.vocabulary import DraftVocabulary
 from oracle import Prophet
 from subject import CARRIERS
 from wrapped import prompt, wrapped
@@ -41,7 +42,7 @@ def watched(model: StreamingLM) -> Iterator[list[int]]:
         assert isinstance(module, nn.Linear)
         done.append(2 * inputs[0].numel() * module.out_features)
 
-    hooks = [one.register_forward_hook(note) for one in model.host.modules() if isinstance(one, nn.Linear)]
+    hooks = [one.register_forward_hook(note) for one in model.modules() if isinstance(one, nn.Linear)]
     try:
         yield done
     finally:
@@ -88,6 +89,33 @@ def test_passes_with_drafts_are_counted_as_they_run(mode: str, carriers: Any, sh
         # Its own two matrices are no linear layers; it reads every node that was offered.
         counted -= sum(_scored(model, settings))
     assert counted == seen > 0
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("shape", [{"tree": "full", "k": 2}, {"tree": "static", "shape": ((0, 0), (1, 0), (0, 1))}])
+def test_a_smaller_head_and_a_path_sampler_are_counted_as_they_run(trimmed: bool, shape: dict[str, Any]) -> None:
+    model = wrapped("llama", "joint")
+    without = Work.of(model, DecodeSettings(**shape)).parameters
+    if trimmed:
+        model.restrict(DraftVocabulary(range(0, 89, 2), 89))
+    model.add_sampler(8)
+    assert model.sampler is not None
+    settings = DecodeSettings(max_new_tokens=16, **shape)
+    run = decode(model, START, settings)
+    steps = [next(run)]
+    with watched(model) as done:
+        steps += run
+    work = Work.of(model, settings)
+    own = sum(p.numel() for p in model.sampler.parameters())
+    assert work.parameters == without + own
+    # How many nodes of each tree had children: so many rows were asked for.
+    asked = [sum(bool(children) for children in step.tree.topology.children) for step in steps if step.tree is not None]
+    assert sum(asked[1:]) > 0
+    counted = replace(work, sizes=_free(work.sizes), stream_sizes=_free(work.stream_sizes))
+    # The sampler's two matrices are no linear layers; what the first tree was made of belongs to the prompt's pass.
+    head = next((model.draft_head or model.port.output).parameters()).numel()
+    products = sum(done) - 2 * asked[0] * head
+    assert counted.operations(len(START), steps) - 2 * own * sum(asked[1:]) == products
 
 
 def _scored(model: StreamingLM, settings: DecodeSettings) -> Iterator[int]:

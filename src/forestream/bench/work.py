@@ -17,6 +17,7 @@ from forestream.config import DecodeSettings
 from forestream.decode import Plan
 from forestream.model import StreamingLM
 from forestream.plan import Layer, Rows, Sizes
+from forestream.rivals.medusa import MedusaHeads
 from forestream.steps import Step
 from forestream.weights import PackedLinear
 
@@ -31,6 +32,9 @@ class Work:
         scorer: weights of the exit scorer, 0 where nothing is pruned.
         streams: G in use; 0 of plain decoding.
         fused: whether every surviving node carries streams.
+        nodes: of a budget tree that grows along sampled paths, which asks about as many a level; 0 of other trees.
+        sampler: weights of the path sampler, 0 where there is none.
+        heads: weights of the heads that foretell in place of streams.
         parameters: beside the model's own.
         bytes: of these, and of the slots that the cache needs beyond plain decoding's.
     """
@@ -40,6 +44,9 @@ class Work:
     scorer: int = 0
     streams: int = 0
     fused: bool = False
+    nodes: int = 0
+    sampler: int = 0
+    heads: int = 0
     parameters: int = 0
     bytes: int = 0
 
@@ -61,6 +68,8 @@ class Work:
         if plan.keep is not None and model.scorer is not None:
             scorer = sum(p.numel() for p in model.scorer.parameters())
             own += model.scorer.parameters()
+        sampler = [] if model.sampler is None else list(model.sampler.parameters())
+        own += sampler
         lora = [p for i in model.stream_layers for p in lora_of(model.port.layers[i])] if model.gate is not None else []
         slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
         held = sum(p.numel() * p.element_size() for p in (*own, *lora))
@@ -70,9 +79,23 @@ class Work:
             scorer,
             plan.streams,
             settings.carriers == "fused",
+            settings.nodes if settings.tree == "budget" else 0,
+            sum(p.numel() for p in sampler),
+            0,
             sum(p.numel() for p in (*own, *lora)),
             held + (plan.slots - 1) * slot,
         )
+
+    @staticmethod
+    def of_heads(model: StreamingLM, settings: DecodeSettings, heads: MedusaHeads) -> Work:
+        """Of drafting by heads in place of streams. Errors as in `of`."""
+        bare, slots = sizes_of(model), Plan.of(model, settings, heads=heads).slots
+        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
+        held = sum(p.numel() * p.element_size() for p in heads.state_dict().values())
+        weights = sum(p.numel() for p in heads.state_dict().values() if p.dim() > 1)
+        if heads.config.projection == "shared":
+            weights += heads.config.heads * bare.head
+        return Work(bare, bare, heads=weights, parameters=heads.added, bytes=held + (slots - 1) * slot)
 
     def record(self, texts: Sequence[tuple[int, Sequence[Step]]]) -> dict[str, Any]:
         """Entries of the bench file.
@@ -105,18 +128,28 @@ class Work:
         offered, kept, drafted = len(step.tree.tokens), len(step.kept), len(step.tree.tokens) > 1
         fused = self.streams * kept if self.fused and drafted else 0
         wanted = following is not None and following.tree is not None and len(following.tree.tokens) > 1
-        heads = kept + (self.streams if wanted else 0)
+        ahead = self._asked(following) if wanted and following is not None else 0
         sizes, top = self.stream_sizes if fused else self.sizes, kept + fused
-        count = sizes.forward(Rows(kept, fused, 0, (heads,), kept * (place + offered), top * (place + top)))
+        rows = Rows(kept, fused, 0, (kept + ahead,), kept * (place + offered), top * (place + top), ahead)
+        count = sizes.forward(rows) + 2 * ahead * self.sampler + (2 * self.heads if wanted else 0)
         trunk = Sizes(sizes.layers[: sizes.trunk], sizes.trunk, sizes.head, False)
         pruned = offered - kept
         count += trunk.forward(Rows(pruned, 0, 0, (), pruned * (place + offered), 0))
         if self.scorer and drafted:
             count += 2 * offered * (self.scorer + sizes.head)
-        if wanted and not self.fused:
+        if wanted and self.streams and not self.fused:
             G, behind = self.streams, place + len(step.path)
             count += self.stream_sizes.forward(Rows(0, G, 0, (), 0, G * (behind + G)))
         return count
+
+    def _asked(self, step: Step) -> int:
+        """Rows of streams that became logits for the tree of `step`."""
+        assert step.tree is not None
+        if not self.sampler:
+            return self.streams
+        if self.nodes:
+            return 1 + (self.streams - 1) * (self.nodes - 1)
+        return sum(bool(children) for children in step.tree.topology.children)
 
 
 def _passes(prompt: int, steps: Sequence[Step]) -> list[tuple[int, Step, Step | None]]:
@@ -139,7 +172,9 @@ def sizes_of(model: StreamingLM, gated: bool = False) -> Sizes:
         own = sum(p.numel() for p in lora) if adds else 0
         weights = matrices(layer) - sum(p.numel() for p in lora)
         layers.append(Layer(weights, own, 2 * heads * (kept.key_size + kept.value_size)))
-    return Sizes(tuple(layers), len(model.trunk_layers), matrices(model.port.model.get_output_embeddings()), False)
+    head, small = model.port.model.get_output_embeddings(), model.draft_head
+    drafted = None if small is None else matrices(small)
+    return Sizes(tuple(layers), len(model.trunk_layers), matrices(head), False, draft_head=drafted)
 
 
 def lora_of(module: nn.Module) -> list[nn.Parameter]:

@@ -38,7 +38,8 @@ def bench(
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
             "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate, "
-            "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype."
+            "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype; medusa, medusa-static-M, "
+            "medusa-budget-M and medusa-full-K draft with the heads of --medusa."
         ),
     ] = "plain,forestream",
     data_dir: options.DataDir = None,
@@ -85,6 +86,10 @@ def bench(
     prune_methods_below: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Threshold of the methods with +prune.")
     ] = 0.05,
+    medusa: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Heads for this adapter, as `forestream train-medusa` writes."),
+    ] = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Measure speed and passes against plain decoding of the same model, in the same run.
@@ -98,7 +103,7 @@ def bench(
     """
     from forestream import provenance
     from forestream.bench.asked import asked
-    from forestream.bench.methods import method
+    from forestream.bench.methods import Medusa, method
     from forestream.bench.resident import watched
     from forestream.bench.runner import run
     from forestream.tasks import get_task
@@ -127,7 +132,9 @@ def bench(
     def other(dtype: str) -> Generator:
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
-    compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
+    rival = None if medusa is None else Medusa.load(medusa, generator)
+    names = [name.strip() for name in methods.split(",")]
+    compared = [method(name, generator, prune_methods_below, stock, other, rival) for name in names]
     with _turns(examples) as answered:
         given = asked(generator, examples, prompt_tokens, answered)
     prompts = given.prompts
@@ -149,6 +156,7 @@ def bench(
         "warm_up": min(batch_size, len(prompts)),
         **_around(generator),
         "decode": vars(decoding),
+        **({} if medusa is None else {"medusa": medusa.name}),
     }
     record = {
         "provenance": made,

@@ -61,6 +61,8 @@ class Record:
             "acceptance_by_position": [round(share, 4) for share in once.acceptance_by_position],
             "acceptance_given_previous": [round(share, 4) for share in once.acceptance_given_previous],
             "nodes_per_pass": round(once.nodes_per_pass, 3),
+            "draft_calls": once.draft_calls,
+            "draft_seconds": round(every.draft_seconds / repeats, 4),
             "decode_seconds": round(every.decode_seconds / repeats, 4),
             "tokens_per_second": round(every.tokens_per_second, 3),
             "seconds_per_pass": round(every.decode_seconds / max(every.passes, 1), 6),

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from transformers import PreTrainedModel
-
 from forestream.baseline import plain_batch
 from forestream.bench.assisted import AssistedSettings, StockLookupSettings, assisted, looked_up
 from forestream.bench.stock import stock
@@ -59,7 +57,7 @@ def method(
     host: Callable[[], StreamingLM] | None = None,
     load: Callable[[str], Generator] | None = None,
     draft: Callable[[], Generator] | None = None,
-    assistant: Callable[[], PreTrainedModel] | None = None,
+    assistant: Callable[[], Generator] | None = None,
 ) -> Method:
     """The method of this name, on this generator.
 
@@ -106,7 +104,7 @@ def _of_stock(
     name: str,
     generator: Generator,
     host: Callable[[], StreamingLM] | None,
-    assistant: Callable[[], PreTrainedModel] | None,
+    assistant: Callable[[], Generator] | None,
 ) -> Method:
     """A method of the host library's."""
     looks, asks = _STOCK_LOOKUP.fullmatch(name), _STOCK_ASSISTED.fullmatch(name)
@@ -118,11 +116,14 @@ def _of_stock(
         raise ConfigError(f"{name} draws with randomness of its own, so texts cannot be compared; leave it out")
     cap, eos = generator.settings, generator.eos
     if looks:
-        ahead, bare = _numbered(StockLookupSettings, looks), host()
+        ahead = _numbered(StockLookupSettings, looks)
+        bare = host()
         return Method(name, ahead, lambda prompts: looked_up(bare, prompts, cap, ahead, eos))
     if asks:
-        small, gamma, bare = _needed(name, assistant)(), _numbered(AssistedSettings, asks), host()
-        return Method(name, gamma, lambda prompts: assisted(bare, small, prompts, cap, gamma, eos))
+        small, gamma = _needed(name, assistant)(), _numbered(AssistedSettings, asks)
+        check_same_tokens(generator, small)
+        bare = host()
+        return Method(name, gamma, lambda prompts: assisted(bare, small.host, prompts, cap, gamma, eos))
     bare = host()
     return Method(name, None, lambda prompts: stock(bare, prompts, cap, eos))
 

@@ -24,6 +24,7 @@ from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.train import train
+from forestream.cli.train_draft_model import train_draft_model
 from forestream.cli.train_scorer import train_scorer
 from forestream.cli.tune import tune
 from forestream.cli.verify import verify
@@ -64,6 +65,7 @@ app.command("inspect")(inspect_adapter)
 app.command()(distill)
 app.command()(train)
 app.command("train-scorer")(train_scorer)
+app.command("train-draft-model")(train_draft_model)
 app.command()(evaluate)
 app.command()(bench)
 app.command()(verify)

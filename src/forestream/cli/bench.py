@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,11 +31,21 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate, "
-            "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype."
+            "also with +prune, +fused or +prune+fused behind them; plain-float32 (or -bfloat16, -float16) is plain "
+            "decoding in another dtype. Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
+            "in the text and drafts the GAMMA behind them, draft-model-GAMMA has the --draft-model write GAMMA tokens "
+            "ahead. The host library's own generate: transformers, transformers+lookup-GAMMA, "
+            "transformers+draft-model-GAMMA. Numbers may be left out."
         ),
     ] = "plain,forestream",
     data_dir: options.DataDir = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A small model with the base's tokenizer, for the methods that draft with one: a folder, such as "
+            "`forestream train-draft-model` writes, or a hub name."
+        ),
+    ] = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.bfloat16,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
@@ -65,7 +76,9 @@ def bench(
     Methods take turns on every prompt. Speedup compares seconds per token after the prompt pass, prompt by prompt
     (median, min, max) and in total. equal_outputs counts the prompts whose token ids are those of plain decoding.
 
-    Example: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
+    Examples: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
+
+    forestream bench --adapter my-adapter --task e2e --split validation --methods plain,lookup-2,lookup-4,lookup-8
     """
     import torch
 
@@ -93,12 +106,20 @@ def bench(
     generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     generator.schedule = options.schedule_of(found, decoding)
     generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    stock = partial(options.load_host, adapter, base, dtype, device, quantise)
+    # Methods that differ in a number only share what was loaded.
+    stock = cache(partial(options.load_host, adapter, base, dtype, device, quantise))
+    small = assistant = None
+    if draft_model is not None:
+        small = cache(partial(_draft_model, draft_model, dtype, device, compile))
+        assistant = cache(partial(_assistant, draft_model, dtype, device))
 
     def other(dtype: str) -> Generator:
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
-    compared = [method(name.strip(), generator, prune_methods_below, stock, other) for name in methods.split(",")]
+    compared = [
+        method(name.strip(), generator, prune_methods_below, stock, other, small, assistant)
+        for name in methods.split(",")
+    ]
     prompts = prompts_of(generator.tokenizer, examples)
     with counted("prompts", len(prompts)) as advance:
         results = compare(generator.model, compared, prompts, repeats, lambda: advance(1), batch_size)
@@ -110,6 +131,7 @@ def bench(
             "split": split,
             "dtype": dtype.value,
             "quantise": quantise.value,
+            "draft_model": None if draft_model is None else Path(draft_model).name,
             "device": device,
             "compile": generator.model.prepared,
             "batch_size": batch_size,
@@ -125,6 +147,24 @@ def bench(
     _show(results)
     if json_file is not None:
         write_json(json_file, record)
+
+
+def _draft_model(name: str, dtype: options.DType, device: str, form: options.CompileForm) -> Generator:
+    """A small model that drafts, prepared as the model it drafts for is. Errors as of `load_base_generator`."""
+    return options.load_base_generator(name, dtype, device, form)[0]
+
+
+def _assistant(name: str, dtype: options.DType, device: str) -> Generator:
+    """The same as the host library made it: nothing packed, nothing compiled. Errors as of `load_base_generator`."""
+    with Console(stderr=True).status(f"loading {name} once more, for the host library's own generate"):
+        from forestream.bases import load_base
+        from forestream.config import StreamConfig
+        from forestream.generation import Generator
+        from forestream.model import StreamingLM
+
+        host, tokenizer = load_base(name, options.torch_dtype(dtype))
+        bare = StreamingLM(host, StreamConfig(streams=0, stream_layers=1, scorer_rank=0))
+        return Generator(bare.to(options.torch_device(device)).eval(), tokenizer)
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:

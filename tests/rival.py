@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forestream.baseline import plain
 from forestream.cache import StreamCache
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, StreamConfig
 from forestream.model import StreamingLM
 from forestream.prefill import Begun, begin
 from forestream.requests import Request
@@ -25,16 +25,17 @@ from forestream.rivals.two_model import TwoModel, TwoModelSettings
 from forestream.rows import Row
 from forestream.steps import Step, tokens_of
 from wrapped import wrapped
+from zoo import HOSTS
 
-HOSTS = ("llama", "gpt2", "mistral-window", "gemma2")
+FAMILIES = ("llama", "gpt2", "mistral-window", "gemma2")
 
 
-def draft_model(host: str, noise: float, seed: int = 3) -> StreamingLM:
-    """The target of `model_of(host, "joint")` with `noise` on its weights: at 0 it is the target itself."""
-    model = wrapped(host)
-    generator = torch.Generator().manual_seed(seed)
+def draft_model(host: str, noise: float, mode: str = "joint") -> StreamingLM:
+    """What writes the text of `model_of(host, mode)`, with `noise` on its weights: at 0 it is the target itself."""
+    model = wrapped(host) if mode == "joint" else StreamingLM(HOSTS[host](), StreamConfig(streams=0, stream_layers=1))
+    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.eval().parameters():
             parameter.add_(noise * parameter.std().nan_to_num() * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -55,7 +56,7 @@ class Scripted:
     def passes(self) -> set[int]:
         return {1 + self.gamma}
 
-    def begin(self, rows: Sequence[Row], chunk: int) -> Scripted:
+    def begin(self, model: StreamingLM, rows: Sequence[Row], chunk: int) -> Scripted:
         return self
 
     def offer(self, rows: Sequence[Row]) -> list[Offer]:

@@ -119,14 +119,16 @@ def test_help_teaches_the_names() -> None:
 # --- the host library's own -----------------------------------------------------------------------------------
 
 
-def hosts_draft(host: str, noise: float) -> PreTrainedModel:
-    return draft_model(host, noise).port.model
+def hosts_draft(host: str, noise: float, mode: str = "joint") -> PreTrainedModel:
+    return draft_model(host, noise, mode).port.model
 
 
-@pytest.mark.parametrize("host", ["llama", "gpt2", "mistral-window"])
-def test_the_librarys_passes_are_counted_as_they_are(host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "mode"), [("llama", "joint"), ("llama", "lossless"), ("gpt2", "joint"), ("mistral-window", "joint")]
+)
+def test_the_librarys_passes_are_counted_as_they_are(host: str, mode: str) -> None:
     """Its text is plain decoding's, and no pass of either model is missing."""
-    model, small = model_of(host, "joint"), hosts_draft(host, 0.08)
+    model, small = model_of(host, mode), hosts_draft(host, 0.08, mode)
     settings, start = DecodeSettings(max_new_tokens=24), prompt(9)
     calls = {"model": 0, "assistant": 0}
 

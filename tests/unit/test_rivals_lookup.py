@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forestream.requests import Request
 from forestream.rivals.lookup import Lookup, LookupSettings, NGrams, line
 from forestream.rows import Row
+from subject import model_of
 
 SETTINGS = st.builds(
     lambda gamma, low, more: LookupSettings(gamma, low + more, low),
@@ -82,7 +83,7 @@ def test_a_longer_text_costs_no_more() -> None:
 
 def test_drafts_are_no_longer_than_what_may_be_written() -> None:
     row = Row(Request((1, 2, 3, 1, 2)), 3)
-    drafts = Lookup(LookupSettings(4)).begin([row], 8)
+    drafts = Lookup(LookupSettings(4)).begin(model_of("llama", "joint"), [row], 8)
     assert drafts.offer([row])[0].tree == line(2, (3, 1))
     row.text.append(3)
     assert drafts.offer([row])[0].tree == line(3, (1,))
@@ -92,7 +93,7 @@ def test_drafts_are_no_longer_than_what_may_be_written() -> None:
 
 def test_texts_keep_their_own_n_grams_when_others_have_ended() -> None:
     rows = [Row(Request(text), 8) for text in ((1, 5, 1), (2, 6, 2), (3, 7, 3))]
-    drafts = Lookup(LookupSettings(1)).begin(rows, 8)
+    drafts = Lookup(LookupSettings(1)).begin(model_of("llama", "joint"), rows, 8)
     drafts.offer(rows)
     drafts.keep([2, 0])
     assert [offer.tree.tokens for offer in drafts.offer([rows[2], rows[0]])] == [(3, 7), (1, 5)]

@@ -8,22 +8,23 @@ from unittest.mock import patch
 
 import pytest
 
+from batch import alone, requests
 from forestream.baseline import plain
 from forestream.cache import StreamCache
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.requests import Request
-from forestream.rivals.loop import drafted
+from forestream.rivals.loop import drafted, drafted_batch
 from forestream.rivals.two_model import TwoModel, TwoModelDrafts, TwoModelSettings, check_same_tokens
 from forestream.rows import Row
-from forestream.steps import Counters, Step, tokens_of
+from forestream.steps import Counters, Step, by_text, tokens_of
 from oracle import assert_no_trace, prefilled
-from rival import HOSTS, assert_as_plain, draft_model, two_model
+from rival import FAMILIES, assert_as_plain, draft_model, two_model
 from subject import model_of
 from tiny import tiny_tokenizer
 from wrapped import prompt, wrapped
-from zoo import POSITIONS, custom
+from zoo import custom
 
 
 def foretold(draft: StreamingLM, request: Request, steps: list[Step]) -> bool:
@@ -42,7 +43,7 @@ def foretold(draft: StreamingLM, request: Request, steps: list[Step]) -> bool:
 @pytest.mark.parametrize(
     "law", [SamplingSettings(), SamplingSettings(temperature=0.8, seed=3)], ids=["greedy", "drawn"]
 )
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", FAMILIES)
 def test_drafts_are_what_the_draft_model_writes_by_itself(host: str, law: SamplingSettings) -> None:
     """Also behind drafts that were refused, or accepted whole: its cache is that of the accepted text."""
     source, request = two_model(host, noise=0.08), Request(prompt(7), sampling=law, row=2)
@@ -71,7 +72,7 @@ def test_a_cache_that_is_not_rewound_would_be_noticed() -> None:
     assert not foretold(source.draft, request, steps)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", FAMILIES)
 def test_the_draft_models_cache_is_a_fresh_one(host: str) -> None:
     source, start, seen = two_model(host, noise=0.08), prompt(9), []
     unread = TwoModelDrafts._unread
@@ -123,8 +124,8 @@ def test_a_draft_model_with_a_shorter_context_falls_silent(family: str, length: 
 
 def test_the_prompt_of_a_draft_model_counts_to_the_prompt_pass() -> None:
     class Slow(TwoModel):
-        def begin(self, rows: Any, chunk: int) -> TwoModelDrafts:
-            drafts = super().begin(rows, chunk)
+        def begin(self, model: StreamingLM, rows: Any, chunk: int) -> TwoModelDrafts:
+            drafts = super().begin(model, rows, chunk)
             assert drafts.cache.lengths == [len(row.request.prompt) for row in rows]
             return drafts
 
@@ -146,8 +147,21 @@ def test_other_vocabularies_are_refused() -> None:
     with pytest.raises(ConfigError, match="has 98 as the id of 'more' and the model's has None"):
         check_same_tokens(generator(99, own), generator(99, other))
 
+    with pytest.raises(ConfigError, match="the draft model knows 73 ids and the model 89"):
+        list(drafted(model_of("llama", "joint"), prompt(4), DecodeSettings(), TwoModel(model_of("gpt2", "joint"))))
+
 
 def test_gamma_has_a_range() -> None:
     with pytest.raises(ConfigError, match="gamma is 0"):
         TwoModelSettings(0)
-    assert POSITIONS > 64
+
+
+def test_in_a_batch_some_texts_have_outgrown_the_draft_models_context() -> None:
+    """Of learned positions there are no more than so many: others' passes must not ask for one behind the last."""
+    model, settings = model_of("llama", "joint"), DecodeSettings(max_new_tokens=12)
+    vocabulary = model.port.config.vocab_size
+    small = wrapped(custom("gpt2", max_position_embeddings=16, vocab_size=vocabulary))
+    asked = requests((2, 9, 14, 15, 16, 40))
+    found = by_text(drafted_batch(model, asked, settings, TwoModel(small)), len(asked))
+    assert [tokens_of(own) for own in found] == [tokens_of(alone(model, one)) for one in asked]
+    assert [sum(step.draft_calls for step in own) > 0 for own in found] == [True, True, True, False, False, False]

@@ -16,6 +16,7 @@ from forestream.errors import ConfigError
 from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.requests import Request
+from forestream.rivals.lookahead import Lookahead, LookaheadSettings
 from forestream.rivals.lookup import Lookup, LookupSettings
 from forestream.rivals.loop import Source, drafted_batch
 from forestream.rivals.two_model import TwoModel, TwoModelSettings, check_same_tokens
@@ -30,12 +31,13 @@ PLAIN = "plain"
 STOCK = "transformers"
 KNOWN: Final = (
     "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +fused or +prune+fused), "
-    "lookup[-GAMMA[-N]], draft-model[-GAMMA], transformers, transformers+lookup[-GAMMA], "
+    "lookup[-GAMMA[-N]], lookahead[-W-N-G], draft-model[-GAMMA], transformers, transformers+lookup[-GAMMA], "
     "transformers+draft-model[-GAMMA]"
 )
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
 _LOOKUP = re.compile(r"lookup(-(?P<gamma>\d+)(-(?P<max_ngram>\d+))?)?")
+_LOOKAHEAD = re.compile(r"lookahead(-(?P<window>\d+)-(?P<ngram>\d+)-(?P<guesses>\d+))?")
 _DRAFT_MODEL = re.compile(r"draft-model(-(?P<gamma>\d+))?")
 _STOCK_LOOKUP = re.compile(r"transformers\+lookup(-(?P<gamma>\d+))?")
 _STOCK_ASSISTED = re.compile(r"transformers\+draft-model(-(?P<gamma>\d+))?")
@@ -68,6 +70,7 @@ def method(
     ...+prune                       the same, edges below `prune_below` pruned
     ...+fused                       the same, every surviving node carrying streams
     lookup-GAMMA-N                  prompt lookup: GAMMA tokens behind a match of N tokens at most
+    lookahead-W-N-G                 lookahead decoding: W columns of guesses, n-grams of N tokens, G of them checked
     draft-model-GAMMA               two-model decoding: the model that `draft` loads writes GAMMA tokens ahead
     transformers                    the host library's own generate, on the model that `host` loads, as it made it
     transformers+lookup-GAMMA       the same with the library's prompt lookup
@@ -90,6 +93,9 @@ def method(
     if (match := _LOOKUP.fullmatch(name)) is not None:
         own = _numbered(LookupSettings, match)
         return _rival(name, generator, own, Lookup(own))
+    if (match := _LOOKAHEAD.fullmatch(name)) is not None:
+        size = _numbered(LookaheadSettings, match)
+        return _rival(name, generator, size, Lookahead(size))
     if (match := _DRAFT_MODEL.fullmatch(name)) is not None:
         small = _needed(name, draft)()
         check_same_tokens(generator, small)

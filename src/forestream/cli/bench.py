@@ -33,9 +33,10 @@ def bench(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
             "also with +prune, +fused or +prune+fused behind them; plain-float32 (or -bfloat16, -float16) is plain "
             "decoding in another dtype. Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
-            "in the text and drafts the GAMMA behind them, draft-model-GAMMA has the --draft-model write GAMMA tokens "
-            "ahead. The host library's own generate: transformers, transformers+lookup-GAMMA, "
-            "transformers+draft-model-GAMMA. Numbers may be left out."
+            "in the text and drafts the GAMMA behind them; draft-model-GAMMA has the --draft-model write GAMMA tokens "
+            "ahead; lookahead-W-N-G checks up to G n-grams of N tokens, gathered from guesses in W columns. The host "
+            "library's own generate: transformers, transformers+lookup-GAMMA, transformers+draft-model-GAMMA. Numbers "
+            "may be left out (docs/peers.md)."
         ),
     ] = "plain,forestream",
     data_dir: options.DataDir = None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from forestream.config import JsonConfig, whole
 from forestream.drafting import DraftTree
 from forestream.errors import ConfigError
+from forestream.model import StreamingLM
 from forestream.rivals.loop import Offer
 from forestream.rows import Row
 from forestream.topology import Topology, chain
@@ -80,7 +81,7 @@ class Lookup:
     def passes(self) -> set[int]:
         return {1, 1 + self.settings.gamma}
 
-    def begin(self, rows: Sequence[Row], chunk: int) -> LookupDrafts:
+    def begin(self, model: StreamingLM, rows: Sequence[Row], chunk: int) -> LookupDrafts:
         return LookupDrafts(self.settings, len(rows))
 
 

@@ -84,10 +84,11 @@ class Source(Protocol):
         """Numbers of slots that the model's passes usually have; none ever has more than the largest."""
         ...
 
-    def begin(self, rows: Sequence[Row], chunk: int) -> Drafts:
+    def begin(self, model: StreamingLM, rows: Sequence[Row], chunk: int) -> Drafts:
         """Set to work on texts whose first tokens are written.
 
         Args:
+            model: what the drafts are for.
             chunk: most tokens of a prompt that a draft model reads in one pass.
         """
         ...
@@ -127,7 +128,7 @@ def drafted_batch(
     rows, numbers, steps, cache = begun.rows, begun.numbers, begun.steps, begun.cache
     began = perf_counter()
     if going := _going(rows):
-        drafts = source.begin(rows, settings.prompt_chunk)
+        drafts = source.begin(model, rows, settings.prompt_chunk)
         share = (perf_counter() - began) / len(rows)
         steps = [replace(step, seconds=step.seconds + share, draft_seconds=share) for step in steps]
     yield list(zip(numbers, steps, strict=True))

@@ -64,7 +64,11 @@ def check_same_tokens(target: Generator, draft: Generator) -> None:
 
 @dataclass(frozen=True)
 class TwoModel:
-    """Drafts are written by `draft`, greedily, or drawn as the text is: by the same numbers at the same places."""
+    """Drafts are written by `draft`, greedily, or drawn as the text is: by the same numbers at the same places.
+
+    Raises:
+        ConfigError: when it begins: the two vocabularies differ in size.
+    """
 
     draft: StreamingLM
     settings: TwoModelSettings = TwoModelSettings()
@@ -73,7 +77,10 @@ class TwoModel:
     def passes(self) -> set[int]:
         return {1 + self.settings.gamma}
 
-    def begin(self, rows: Sequence[Row], chunk: int) -> TwoModelDrafts:
+    def begin(self, model: StreamingLM, rows: Sequence[Row], chunk: int) -> TwoModelDrafts:
+        sizes = [one.port.model.config.vocab_size for one in (model, self.draft)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(f"the draft model knows {sizes[1]} ids and the model {sizes[0]}; expected one vocabulary")
         return TwoModelDrafts(self.draft, self.settings.gamma, rows, chunk)
 
 

@@ -133,6 +133,8 @@ def test_the_command_writes_a_folder_that_everybody_loads(base: Path, tmp_path: 
     assert own == theirs
     assert load_base(str(output))[0].config.vocab_size == load_base(str(base))[0].config.vocab_size
     assert not list(output.glob("*.bin")), "weights are safetensors"
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o644}
+    assert "stream_rate" not in record["training"]
     again = train(base, output)
     assert again.exit_code == 1
     assert "exists; remove it or choose another output folder" in " ".join(again.stderr.split())

@@ -25,6 +25,9 @@ from forestream.training import TrainConfig, arguments, ordered, usable
 HEAD: Final = 32
 """Width of an attention head."""
 
+_OF_STREAMS: Final = ("share", "stream_rate", "checkpointing", "layout")
+"""Settings of training that mean nothing here."""
+
 
 @dataclass(frozen=True)
 class DraftModelConfig(JsonConfig):
@@ -115,13 +118,14 @@ def fit_draft_model(
         callbacks=[log],
     )
     digest = sha256(json.dumps([(one.prompt, one.completion) for one in own]).encode()).hexdigest()
-    training = {key: value for key, value in asdict(config).items() if key not in ("save_every", "log_every")}
+    training = {key: value for key, value in asdict(config).items() if key not in _OF_STREAMS}
+    kept = {key: value for key, value in training.items() if key not in ("save_every", "log_every")}
     size = {key: getattr(model.config, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    identity = {"training": training, "draft_model": size, "examples": digest}
+    identity = {"training": kept, "draft_model": size, "examples": digest}
     trainer.train(resume_from_checkpoint=runs.begin(folder, identity, resume, lambda: None, True))
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return {
-        "training": asdict(config),
+        "training": training,
         "examples": len(own),
         "left_out_as_too_long": len(examples) - len(own),
         "updates": trainer.state.global_step,
@@ -153,3 +157,5 @@ def save_draft_model(
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         (aside / checkpoint.PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
+        for path in aside.iterdir():  # some are made private, and a model folder may be read by several users
+            path.chmod(0o644)

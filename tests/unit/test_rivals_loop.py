@@ -161,6 +161,28 @@ def test_nodes_beside_the_tree_see_their_ancestors_and_change_nothing(host: str)
         torch.testing.assert_close(own, wanted[-1], rtol=1e-4, atol=1e-4)
 
 
+def test_rows_are_asked_for_their_own_nodes() -> None:
+    """One for all it has, another for few of many, a third for none."""
+    model, text = model_of("llama", "joint"), prompt(12)
+    offers = [
+        Offer(line(7, (8,)), beside=Beside((0, 2), (3, 4), (0, 1))),
+        Offer(line(5, ()), beside=Beside((0, 1, 2), (3, 4, 6), (2,))),
+        Offer(line(9, (1, 2))),
+    ]
+    cache = model.new_cache(len(text) + 4, len(offers))
+    single = [check(model, [one], prefilled(model, text, spare=4)) for one in offers]
+    for row in range(len(offers)):
+        alone = cache.row(row)
+        alone.adopt(prefilled(model, text))
+        cache.lengths[row] = len(text)
+    together, beside = check(model, offers, cache)
+    assert [len(own) for own in beside] == [2, 1, 0]
+    for row, (checked, (asked,)) in enumerate(single):
+        torch.testing.assert_close(beside[row], asked, rtol=1e-4, atol=1e-4)
+        nodes = checked.logits.shape[1] - len(asked)
+        torch.testing.assert_close(together.logits[row, :nodes], checked.logits[0, :nodes], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -183,8 +183,8 @@ def check(
 def _at(states: Float[Tensor, "B N D"], wanted: Sequence[Sequence[int]]) -> Float[Tensor, "B n D"]:
     """The states of these nodes; shorter rows are filled up with their root's."""
     most = max(map(len, wanted))
-    if most == states.shape[1]:
-        return states
+    if all(own[-1] == len(own) - 1 for own in wanted):  # increasing, so these are the first ones
+        return states[:, :most]
     index = torch.tensor([[*own, *[0] * (most - len(own))] for own in wanted], device=states.device)
     return states.gather(1, index[:, :, None].expand(-1, -1, states.shape[2]))
 

@@ -43,6 +43,24 @@ class LogFile(TrainerCallback):
                 file.write(json.dumps(line) + "\n")
 
 
+class WholeCheckpoints:
+    """For a Trainer: checkpoints are put together aside and moved into place, since a run may be killed any moment."""
+
+    args: Any
+    accelerator: Any
+    state: Any
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer puts checkpoints together."""
+        return str(Path(self.args.output_dir) / UNFINISHED)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the Trainer's
+        self.accelerator.wait_for_everyone()  # each process writes its random state
+        if self.args.should_save:
+            finish(Path(self.args.output_dir), self.state.global_step)
+
+
 def begin(
     folder: Path, identity: dict[str, Any], resume: bool, together: Callable[[], None], first: bool
 ) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -47,6 +47,8 @@ class Step:
         path: its nodes that were verified and written, from the root.
         finish: why decoding ended with this step, or None.
         scores: one for each of the tokens, if they were asked for.
+        draft_calls: passes of a draft model that came before it; a prompt it reads is not counted.
+        draft_seconds: how many of the seconds went by before the model's own pass, on what a method drafts with.
     """
 
     tokens: tuple[int, ...]
@@ -57,11 +59,19 @@ class Step:
     path: tuple[int, ...] = ()
     finish: Finish | None = None
     scores: tuple[TokenScore, ...] = ()
+    draft_calls: int = 0
+    draft_seconds: float = 0.0
 
     @property
     def offered_depth(self) -> int:
         """Depth of the surviving draft tree: the most drafts that could have been accepted."""
         return max((self.tree.topology.depths[node] for node in self.kept), default=0) if self.tree else 0
+
+
+_SUMS: Final = (
+    *("generated", "prompts", "prompted", "passes", "accepted", "nodes", "drafting", "draft_calls"),
+    *("prompt_seconds", "decode_seconds", "draft_seconds"),
+)
 
 
 @dataclass
@@ -77,6 +87,9 @@ class Counters:
         drafting: passes that had drafts to check.
         histogram: entry a counts the passes that accepted a drafts.
         prompt_seconds, decode_seconds: wall clock of prompt passes and of everything after them.
+        draft_calls: passes of a draft model after the prompt pass.
+        draft_seconds: the part of `decode_seconds` that went into drafting ahead of the model's own passes.
+        prompted: tokens that prompt passes delivered; more than one each where they had drafts to check.
     """
 
     generated: int = 0
@@ -88,6 +101,9 @@ class Counters:
     histogram: list[int] = field(default_factory=list)
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_calls: int = 0
+    draft_seconds: float = 0.0
+    prompted: int = 0
     _offered: list[int] = field(default_factory=list)
     _reached: list[int] = field(default_factory=list)
     _arrived: list[int] = field(default_factory=list)
@@ -103,10 +119,13 @@ class Counters:
         self.generated += len(step.tokens)
         if step.tree is None:
             self.prompts += 1
+            self.prompted += len(step.tokens)
             self.prompt_seconds += step.seconds
             return
         self.passes += 1
         self.decode_seconds += step.seconds
+        self.draft_calls += step.draft_calls
+        self.draft_seconds += step.draft_seconds
         self.accepted += step.accepted
         self.nodes += len(step.kept)
         self.drafting += len(step.kept) > 1
@@ -127,10 +146,8 @@ class Counters:
 
     def merge(self, other: Counters) -> None:
         """Add what `other` counted."""
-        for name in ("generated", "prompts", "passes", "accepted", "nodes", "drafting"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.prompt_seconds += other.prompt_seconds
-        self.decode_seconds += other.decode_seconds
         for own, theirs in (
             (self.histogram, other.histogram),
             (self._offered, other._offered),
@@ -193,7 +210,7 @@ class Counters:
     @property
     def decoded(self) -> int:
         """Tokens that passes after the prompt pass delivered."""
-        return self.generated - self.prompts
+        return self.generated - self.prompted
 
 
 def acceptance_by_place(steps: Sequence[Step], prompt: int, bucket: int = 256) -> list[float]:

@@ -166,7 +166,7 @@ class Objective(nn.Module):
         checkpoint.read_weights(self.model, folder)
 
 
-class StreamTrainer(Trainer):
+class StreamTrainer(runs.WholeCheckpoints, Trainer):
     """Trainer whose loss is the joint n-gram loss and whose checkpoints are adapter weights only.
 
     The loss of an update is the same however its examples are spread over processes and accumulated passes: means are
@@ -266,17 +266,6 @@ class StreamTrainer(Trainer):
 
     # --- checkpoints -----------------------------------------------------------------------------------------
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """Where the Trainer puts checkpoints together."""
-        return str(Path(self.args.output_dir) / runs.UNFINISHED)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Put together aside and moved into place: a run may be killed at any moment."""
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()  # each process writes its random state
-        if self.args.should_save:
-            runs.finish(Path(self.args.output_dir), self.state.global_step)
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         if self.args.should_save:
@@ -351,22 +340,23 @@ def fit(
     if model.gate is not None:
         model.gate.open(0, 1, model.device)  # decoding may have left it shut, and PEFT freezes what is shut
     objective = objective or Objective(model, loss_config)
-    arguments = _arguments(folder, config, loss_config, model.device.type == "cpu")
-    world = arguments.world_size
+    # The scorer is all that may be unused.
+    given = arguments(folder, config, model.device.type == "cpu", ddp_find_unused_parameters=loss_config.scorer == 0)
+    world = given.world_size
     processes.check_number(world)
     log = LogFile(folder / runs.LOG)
     used = usable(examples, config)
     restrict_drafts(model, used, pad, config.draft_vocabulary)
     trainer = StreamTrainer(
         objective=objective,
-        args=arguments,
+        args=given,
         train_dataset=ordered(used, config, pad, world),
         data_collator=collator(objective.streams, pad, config),
         config=config,
         callbacks=[log],
     )
     identity = _identity(objective, used, config, world, started_from)
-    last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, arguments.should_save)
+    last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, given.should_save)
     trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
     return {
@@ -397,7 +387,8 @@ def _identity(
     }
 
 
-def _arguments(folder: Path, config: TrainConfig, loss_config: LossConfig, cpu: bool) -> TrainingArguments:
+def arguments(folder: Path, config: TrainConfig, cpu: bool, **more: Any) -> TrainingArguments:
+    """What the host library's Trainer is told; `more` is in its own terms."""
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,  # every epoch is in the dataset's order already
@@ -416,6 +407,6 @@ def _arguments(folder: Path, config: TrainConfig, loss_config: LossConfig, cpu: 
         remove_unused_columns=False,
         seed=config.seed,
         report_to=[],
-        ddp_find_unused_parameters=loss_config.scorer == 0,  # the scorer is all that may be unused
         dataloader_pin_memory=not cpu and torch.cuda.is_available(),
+        **more,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, JsonConfig
 from forestream.steps import Counters, Step
 
 
@@ -86,7 +86,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def drafts_of(texts: Iterable[Sequence[Step]], settings: DecodeSettings | None) -> dict[str, Any]:
+def drafts_of(texts: Iterable[Sequence[Step]], settings: JsonConfig | None) -> dict[str, Any]:
     """How many passes had drafts to check, and why the others had none.
 
     Reasons: `settings` ask for none; every draft was `pruned`; it was the `last_token` that the cap allows; there was
@@ -95,7 +95,7 @@ def drafts_of(texts: Iterable[Sequence[Step]], settings: DecodeSettings | None) 
     found, passes, reasons = list(texts), 0, Counter[str]()
     # Methods without settings of trees may draft all the same, in ways of their own.
     asked = _asks(settings) or any(len(step.kept) > 1 for steps in found for step in steps)
-    cap = None if settings is None else settings.max_new_tokens
+    cap = settings.max_new_tokens if isinstance(settings, DecodeSettings) else None
     for steps in found:
         written = 0
         for step in steps:
@@ -107,9 +107,9 @@ def drafts_of(texts: Iterable[Sequence[Step]], settings: DecodeSettings | None) 
     return {"passes_with_drafts": passes - reasons.total(), "passes_without": dict(sorted(reasons.items()))}
 
 
-def _asks(settings: DecodeSettings | None) -> bool:
-    """Whether the settings ask for drafts at all."""
-    if settings is None or settings.streams == 0:
+def _asks(settings: JsonConfig | None) -> bool:
+    """Whether settings of draft trees ask for any."""
+    if not isinstance(settings, DecodeSettings) or settings.streams == 0:
         return False
     return settings.tree != "budget" or settings.nodes > 1
 

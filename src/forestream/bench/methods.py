@@ -6,30 +6,47 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from forestream.baseline import plain_batch
 from forestream.bench import PLAIN
+from forestream.bench.assisted import AssistedSettings, StockLookupSettings, assisted, looked_up
 from forestream.bench.stock import stock
 from forestream.bench.work import Work
-from forestream.config import DecodeSettings
+from forestream.config import DecodeSettings, JsonConfig
 from forestream.decode import decode_batch
 from forestream.errors import ConfigError
 from forestream.generation import Generator
 from forestream.model import StreamingLM
 from forestream.requests import Request
+from forestream.rivals.lookahead import Lookahead, LookaheadSettings
+from forestream.rivals.lookup import Lookup, LookupSettings
+from forestream.rivals.loop import Source, drafted_batch
 from forestream.rivals.medusa import MedusaHeads
 from forestream.rivals.medusa_folder import best_shape, load_heads
+from forestream.rivals.two_model import TwoModel, TwoModelSettings, check_same_tokens
 from forestream.schedule import Schedule
 from forestream.steps import Step, by_text
 
 # From prompts that are decoded together to the steps of each text.
 Run = Callable[[Sequence[Sequence[int]]], list[list[Step]]]
+Load = TypeVar("Load", bound=Callable[..., Any])
+Settings = TypeVar("Settings", bound=JsonConfig)
 STOCK = "transformers"
 MEDUSA = "medusa"
+KNOWN: Final = (
+    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +fused or +prune+fused), "
+    "lookup[-GAMMA[-N]], lookahead[-W-N-G], draft-model[-GAMMA], medusa, medusa-static-M, medusa-budget-M, "
+    "medusa-full-K, transformers, transformers+lookup[-GAMMA], transformers+draft-model[-GAMMA]"
+)
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
 _MEDUSA = re.compile(rf"{MEDUSA}(-(?P<tree>full|budget|static)-(?P<size>\d+))?")
+_LOOKUP = re.compile(r"lookup(-(?P<gamma>\d+)(-(?P<max_ngram>\d+))?)?")
+_LOOKAHEAD = re.compile(r"lookahead(-(?P<window>\d+)-(?P<ngram>\d+)-(?P<guesses>\d+))?")
+_DRAFT_MODEL = re.compile(r"draft-model(-(?P<gamma>\d+))?")
+_STOCK_LOOKUP = re.compile(r"transformers\+lookup(-(?P<gamma>\d+))?")
+_STOCK_ASSISTED = re.compile(r"transformers\+draft-model(-(?P<gamma>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,7 @@ class Method:
     """
 
     name: str
-    settings: DecodeSettings | None
+    settings: JsonConfig | None
     run: Run
     work: Work | None = None
 
@@ -72,57 +89,124 @@ def method(
     prune_below: float = 0.05,
     host: Callable[[], StreamingLM] | None = None,
     load: Callable[[str], Generator] | None = None,
+    draft: Callable[[], Generator] | None = None,
+    assistant: Callable[[], Generator] | None = None,
     medusa: Medusa | None = None,
 ) -> Method:
     """The method of this name, on this generator.
 
-    plain                    one token a pass
-    plain-DTYPE              the same, on the model that `load` loads in float32, bfloat16 or float16
-    transformers             the host library's own generate, on the model that `host` loads, as the library made it
-    forestream               the generator's own settings
-    budget-M, full-K         a tree of M nodes, or of the K best tokens of each stream
-    ...+prune                the same, edges below `prune_below` pruned
-    ...+fused                the same, every surviving node carrying streams
-    medusa                   heads in place of streams, with the generator's own tree
-    medusa-static-M          the same, with the tree of M nodes that their measured acceptance makes the best
-    medusa-budget-M, -full-K the same, with a tree of M nodes, or of the K best tokens of each head
+    plain                           one token a pass
+    plain-DTYPE                     the same, on the model that `load` loads in float32, bfloat16 or float16
+    forestream                      the generator's own settings
+    budget-M, full-K                a tree of M nodes, or of the K best tokens of each stream
+    ...+prune                       the same, edges below `prune_below` pruned
+    ...+fused                       the same, every surviving node carrying streams
+    lookup-GAMMA-N                  prompt lookup: GAMMA tokens behind a match of N tokens at most
+    lookahead-W-N-G                 lookahead decoding: W columns of guesses, n-grams of N tokens, G of them checked
+    draft-model-GAMMA               two-model decoding: the model that `draft` loads writes GAMMA tokens ahead
+    medusa                          heads in place of streams, with the generator's own tree
+    medusa-static-M                 the same, with the tree of M nodes that their measured acceptance makes the best
+    medusa-budget-M, -full-K        the same, with a tree of M nodes, or of the K best tokens of each head
+    transformers                    the host library's own generate, on the model that `host` loads, as it made it
+    transformers+lookup-GAMMA       the same with the library's prompt lookup
+    transformers+draft-model-GAMMA  the same, assisted by the model that `assistant` loads, as the library made it
+
+    Numbers may be left out.
 
     Raises:
-        ConfigError: the name is none of these.
+        ConfigError: the name is none of these, a number is out of range, a draft model has another vocabulary, or
+            nothing loads the model that a method needs.
     """
     if name == PLAIN:
         return _plain(name, generator)
     if (match := _PLAIN_IN.fullmatch(name)) is not None:
-        if load is None:
-            raise ConfigError(f"{name} needs a model of its own, which nobody said how to load")
-        return _plain(name, load(match["dtype"]))
-    if name == STOCK:
-        if host is None:
-            raise ConfigError(f"{STOCK} needs a model of its own, which nobody said how to load")
-        if not generator.sampling.greedy:
-            raise ConfigError(f"{STOCK} draws with randomness of its own, so texts cannot be compared; leave it out")
-        bare = host()
-        work = Work.of(generator.model)
-        return Method(name, None, lambda prompts: stock(bare, prompts, generator.settings, generator.eos), work)
+        return _plain(name, _needed(name, load)(match["dtype"]))
     if name == "forestream":
         return drafting(name, generator, generator.settings, generator.schedule)
     if (match := _MEDUSA.fullmatch(name)) is not None:
         return _medusa(name, generator, medusa, match["tree"], int(match["size"] or 0))
-    match = _TREE.fullmatch(name)
-    if match is None:
-        raise ConfigError(
-            f"unknown method {name!r}; known are plain, plain-DTYPE, transformers, forestream, budget-M and full-K, "
-            "the last two also with +prune, +fused or +prune+fused; medusa, medusa-static-M, -budget-M and -full-K"
-        )
-    settings = replace(
-        generator.settings,
+    if (match := _TREE.fullmatch(name)) is not None:
+        return drafting(name, generator, _tree(match, generator.settings, prune_below))
+    if name.startswith(("lookup", "lookahead", "draft-model")):
+        return _of_rival(name, generator, draft)
+    if name.partition("+")[0] == STOCK:
+        return _of_stock(name, generator, host, assistant)
+    raise _unknown(name)
+
+
+def _of_rival(name: str, generator: Generator, draft: Callable[[], Generator] | None) -> Method:
+    """A method whose drafts come from the text, or from a small model."""
+    if (match := _LOOKUP.fullmatch(name)) is not None:
+        own = _numbered(LookupSettings, match)
+        return _rival(name, generator, own, Lookup(own))
+    if (match := _LOOKAHEAD.fullmatch(name)) is not None:
+        size = _numbered(LookaheadSettings, match)
+        return _rival(name, generator, size, Lookahead(size))
+    if (match := _DRAFT_MODEL.fullmatch(name)) is not None:
+        small = _needed(name, draft)()
+        check_same_tokens(generator, small)
+        gamma = _numbered(TwoModelSettings, match)
+        return _rival(name, generator, gamma, TwoModel(small.model, gamma))
+    raise _unknown(name)
+
+
+def _of_stock(
+    name: str,
+    generator: Generator,
+    host: Callable[[], StreamingLM] | None,
+    assistant: Callable[[], Generator] | None,
+) -> Method:
+    """A method of the host library's."""
+    looks, asks = _STOCK_LOOKUP.fullmatch(name), _STOCK_ASSISTED.fullmatch(name)
+    if not (name == STOCK or looks or asks):
+        raise _unknown(name)
+    if host is None:
+        raise _unloaded(name)
+    if not generator.sampling.greedy:
+        raise ConfigError(f"{name} draws with randomness of its own, so texts cannot be compared; leave it out")
+    cap, eos = generator.settings, generator.eos
+    if looks:
+        ahead = _numbered(StockLookupSettings, looks)
+        bare = host()
+        return Method(name, ahead, lambda prompts: looked_up(bare, prompts, cap, ahead, eos))
+    if asks:
+        small, gamma = _needed(name, assistant)(), _numbered(AssistedSettings, asks)
+        check_same_tokens(generator, small)
+        bare = host()
+        return Method(name, gamma, lambda prompts: assisted(bare, small.host, prompts, cap, gamma, eos))
+    bare = host()
+    return Method(name, None, lambda prompts: stock(bare, prompts, cap, eos), Work.of(generator.model))
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"unknown method {name!r}; known are {KNOWN}")
+
+
+def _unloaded(name: str) -> ConfigError:
+    hint = "; give --draft-model FOLDER" if "draft-model" in name else ""
+    return ConfigError(f"{name} needs a model of its own, which nobody said how to load{hint}")
+
+
+def _needed(name: str, load: Load | None) -> Load:
+    if load is None:
+        raise _unloaded(name)
+    return load
+
+
+def _numbered(kind: type[Settings], match: re.Match[str]) -> Settings:
+    """Settings whose numbers stand in a method's name; those that do not are as by default."""
+    return kind(**{name: int(number) for name, number in match.groupdict().items() if number is not None})
+
+
+def _tree(match: re.Match[str], settings: DecodeSettings, prune_below: float) -> DecodeSettings:
+    return replace(
+        settings,
         **_size(match["tree"], int(match["size"])),
         shape=None,
         prune_below=prune_below if match["pruned"] else 0.0,
         prune_to=None,
         carriers="fused" if match["fused"] else "deferred",
     )
-    return drafting(name, generator, settings)
 
 
 def _plain(name: str, generator: Generator) -> Method:
@@ -131,6 +215,16 @@ def _plain(name: str, generator: Generator) -> Method:
         return by_text(run, len(prompts))
 
     return Method(name, None, run, Work.of(generator.model))
+
+
+def _rival(name: str, generator: Generator, settings: JsonConfig, source: Source) -> Method:
+    """Decoding with drafts of another source than streams."""
+
+    def run(prompts: Sequence[Sequence[int]]) -> list[list[Step]]:
+        run = drafted_batch(generator.model, _asked(generator, prompts), generator.settings, source)
+        return by_text(run, len(prompts))
+
+    return Method(name, settings, run)
 
 
 def drafting(

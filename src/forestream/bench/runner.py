@@ -73,6 +73,8 @@ class Record:
             "drafted_per_pass": round(max(once.nodes_per_pass - 1, 0), 3),
             "accepted_per_pass": round(once.mean_acceptance_length - 1, 4),
             **drafts_of([run.steps[0] for run in self.runs], self.method.settings),
+            "draft_calls": once.draft_calls,
+            "draft_seconds": round(every.draft_seconds / repeats, 4),
             "decode_seconds": round(every.decode_seconds / repeats, 4),
             "tokens_per_second": round(every.tokens_per_second, 3),
             "seconds_per_pass": round(every.decode_seconds / max(every.passes, 1), 6),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -16,6 +16,9 @@ from forestream.model import StreamingLM
 from forestream.prefill import ROOT_ALONE, token_limit
 from forestream.requests import padded
 from forestream.steps import Finish, Step
+
+AS_ASKED: Final[dict[str, Any]] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "do_sample": False}
+"""What a model's own generation settings might ask for otherwise."""
 
 
 class _Clock(BaseStreamer):
@@ -45,7 +48,6 @@ def stock(
     limit = min(token_limit(model, prompt, settings.max_new_tokens) for prompt in prompts)
     pad, clock = eos[0] if eos else 0, _Clock()
     ids, mask = padded(prompts, pad)
-    arguments: dict[str, Any] = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "do_sample": False}
     with model.as_host() as host:
         written = host.generate(
             input_ids=ids.to(model.device),
@@ -54,7 +56,7 @@ def stock(
             eos_token_id=list(eos) or None,
             pad_token_id=pad,
             streamer=clock,
-            **arguments,
+            **AS_ASKED,
         )
     texts = [_until_end(row[ids.shape[1] :].tolist(), eos) for row in written]
     seconds = [b - a for a, b in pairwise(clock.times)]

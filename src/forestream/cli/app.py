@@ -25,6 +25,7 @@ from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.report import report
 from forestream.cli.train import train
+from forestream.cli.train_draft_model import train_draft_model
 from forestream.cli.train_medusa import train_medusa
 from forestream.cli.train_sampler import train_sampler
 from forestream.cli.train_scorer import train_scorer
@@ -71,6 +72,7 @@ app.command("train-scorer")(train_scorer)
 app.command("train-sampler")(train_sampler)
 app.command()(trim)
 app.command("train-medusa")(train_medusa)
+app.command("train-draft-model")(train_draft_model)
 app.command()(evaluate)
 app.command()(bench)
 app.command()(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,12 +37,23 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +fused or +prune+fused behind them; transformers is the host library's own generate, "
-            "plain-float32 (or -bfloat16, -float16) plain decoding in another dtype; medusa, medusa-static-M, "
-            "medusa-budget-M and medusa-full-K draft with the heads of --medusa."
+            "also with +prune, +fused or +prune+fused behind them; plain-float32 (or -bfloat16, -float16) is plain "
+            "decoding in another dtype. Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
+            "in the text and drafts the GAMMA behind them; draft-model-GAMMA has the --draft-model write GAMMA tokens "
+            "ahead; lookahead-W-N-G checks up to G n-grams of N tokens, gathered from guesses in W columns; medusa, "
+            "medusa-static-M, medusa-budget-M and medusa-full-K draft with the heads of --medusa. The host library's "
+            "own generate: transformers, transformers+lookup-GAMMA, transformers+draft-model-GAMMA. Numbers may be "
+            "left out (docs/peers.md)."
         ),
     ] = "plain,forestream",
     data_dir: options.DataDir = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A small model with the base's tokenizer, for the methods that draft with one: a folder, such as "
+            "`forestream train-draft-model` writes, or a hub name."
+        ),
+    ] = None,
     base: options.Base = None,
     dtype: options.DTypeName = options.DType.auto,
     quantise: options.QuantiseHow = options.QuantiseForm.off,
@@ -99,7 +110,9 @@ def bench(
     Where a task has parts (spec_bench), there is a table of them too; of a chat, every turn is run. The record also has
     latencies, memory, extra parameters and operations: docs/bench.md describes it, `forestream report` draws it.
 
-    Example: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
+    Examples: forestream bench --adapter adapters/smollm2-135m-e2e --task e2e --data-dir data --limit 20
+
+    forestream bench --adapter my-adapter --task e2e --split validation --methods plain,lookup-2,lookup-4,lookup-8
     """
     from forestream import provenance
     from forestream.bench.asked import asked
@@ -127,14 +140,19 @@ def bench(
     generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     generator.schedule = options.schedule_of(found, decoding)
     generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    stock = partial(options.load_host, adapter, base, dtype, device, quantise)
+    # Methods that differ in a number only share what was loaded.
+    stock = cache(partial(options.load_host, adapter, base, dtype, device, quantise))
+    small = assistant = None
+    if draft_model is not None:
+        small = cache(partial(_draft_model, draft_model, dtype, device, compile))
+        assistant = cache(partial(_assistant, draft_model, dtype, device))
 
     def other(dtype: str) -> Generator:
         return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
     rival = None if medusa is None else Medusa.load(medusa, generator)
     names = [name.strip() for name in methods.split(",")]
-    compared = [method(name, generator, prune_methods_below, stock, other, rival) for name in names]
+    compared = [method(name, generator, prune_methods_below, stock, other, small, assistant, rival) for name in names]
     with _turns(examples) as answered:
         given = asked(generator, examples, prompt_tokens, answered)
     prompts = given.prompts
@@ -156,7 +174,8 @@ def bench(
         "warm_up": min(batch_size, len(prompts)),
         **_around(generator),
         "decode": vars(decoding),
-        **({} if medusa is None else {"medusa": medusa.name}),
+        "draft_model": None if draft_model is None else Path(draft_model).name,
+        "medusa": None if medusa is None else medusa.name,
     }
     record = {
         "provenance": made,
@@ -226,6 +245,24 @@ def _measured(
     if given.turns is not None:
         found["turns"] = list(given.turns)
     return {**found, "methods": results}
+
+
+def _draft_model(name: str, dtype: options.DType, device: str, form: options.CompileForm) -> Generator:
+    """A small model that drafts, prepared as the model it drafts for is. Errors as of `load_base_generator`."""
+    return options.load_base_generator(name, dtype, device, form)[0]
+
+
+def _assistant(name: str, dtype: options.DType, device: str) -> Generator:
+    """The same as the host library made it: nothing packed, nothing compiled. Errors as of `load_base_generator`."""
+    with Console(stderr=True).status(f"loading {name} once more, for the host library's own generate"):
+        from forestream.bases import load_base
+        from forestream.config import StreamConfig
+        from forestream.generation import Generator
+        from forestream.model import StreamingLM
+
+        host, tokenizer = load_base(name, options.torch_dtype(dtype))
+        bare = StreamingLM(host, StreamConfig(streams=0, stream_layers=1, scorer_rank=0))
+        return Generator(bare.to(options.torch_device(device)).eval(), tokenizer)
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:

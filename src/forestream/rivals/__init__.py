@@ -1,1 +1,1 @@
-"""Other ways of speculating, in the same engine: what the streams are compared with."""
+"""What a user would pick instead of streams, on the same engine: the same passes, cache, choice of token, counter."""

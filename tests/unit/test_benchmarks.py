@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tiny
 from forestream.bench.results import read_all
 from forestream.bench.series import series_of
+from forestream.cli import app
 from forestream.config import SamplingSettings
 from forestream.generation import Generator
 
@@ -32,22 +35,23 @@ def script(name: str) -> dict[str, Any]:
 def test_a_sweep_is_a_series_and_goes_on_where_it_stopped(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
-
-    from forestream.cli import app
-
     commands: list[list[str]] = []
 
-    def bench(command: list[str], check: bool) -> None:
-        """As a process of its own would, without loading the libraries again."""
-        assert command[:4] == [sys.executable, "-m", "forestream", "bench"]
+    start = subprocess.run
+
+    def bench(command: list[str], check: bool = False, **how: Any) -> Any:
+        """As a process of its own would, without loading the libraries again; other processes are started."""
+        if command[0] != sys.executable:
+            return start(command, check=check, **how)
+        assert command[1:4] == ["-m", "forestream", "bench"]
         assert check
         commands.append(command)
         result = CliRunner().invoke(app, command[3:])
         assert result.exit_code == 0, result.output
+        return None
 
     loaded = script("sweeps")
-    monkeypatch.setattr(loaded["subprocess"], "run", bench)
+    monkeypatch.setattr(subprocess, "run", bench)
     sizes = {"1": ("--batch-size", "1"), "2": ("--batch-size", "2")}
     monkeypatch.setitem(loaded["SWEEPS"], "batch", sizes)
     mine = [

@@ -20,6 +20,7 @@ from forestream.cli.cost import cost
 from forestream.cli.demo import demo
 from forestream.cli.distill import distill
 from forestream.cli.evaluate import evaluate
+from forestream.cli.export import export
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
@@ -72,3 +73,4 @@ app.command()(tune)
 app.command()(calibrate)
 app.command()(cost)
 app.command()(card)
+app.command()(export)

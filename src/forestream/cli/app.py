@@ -24,6 +24,7 @@ from forestream.cli.export import export
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
+from forestream.cli.serve import serve
 from forestream.cli.train import train
 from forestream.cli.train_scorer import train_scorer
 from forestream.cli.tune import tune
@@ -74,3 +75,4 @@ app.command()(calibrate)
 app.command()(cost)
 app.command()(card)
 app.command()(export)
+app.command()(serve)

@@ -24,7 +24,7 @@ FAMILIES: Final = {
     "qwen3": "Qwen3",
     "opt": "OPT",
 }
-"""`config.model_type` of the bases that can be exported, and what vLLM calls them; it has classes of its own for these."""
+"""`config.model_type` of the bases that can be exported, and what vLLM, which has a class for each, calls them."""
 
 ARCHITECTURES: Final = {family: f"Forestream{family}ForCausalLM" for family in FAMILIES.values()}
 """What stands under `architectures` in config.json, by vLLM's name of the family."""

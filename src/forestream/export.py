@@ -1,21 +1,23 @@
-"""A joint adapter merged into its base: a model folder that other engines load, for vLLM with its streams."""
+"""An adapter and its base as one model folder: the merged model for any engine, and for vLLM with its streams."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from forestream.bases import load_base
 from forestream.checkpoint import Manifest, load, own_tensors, written
 from forestream.errors import CheckpointError, UnsupportedModel
-from forestream.model import StreamingLM
-from forestream.vllm.exported import ARCHITECTURES, FAMILIES, FORMAT, KEY, STREAMS
+from forestream.vllm.exported import ARCHITECTURES, COPIES, FAMILIES, FORMAT, KEY, STREAMS
 
 # These choose their frequencies by the longest text of a pass, which other engines do in ways of their own.
 _ROPES_REFUSED = ("dynamic", "longrope")
@@ -33,32 +35,47 @@ def export_hf(adapter: Path, output: Path, base: str | None = None, dtype: torch
         dtype: of the weights; they are merged in it, as `checkpoint.load` does.
 
     Raises:
-        CheckpointError: the adapter is incomplete or gated to stream slots (lossless), or `output` is not empty.
+        CheckpointError: the adapter is incomplete or lossless, or `output` is not empty.
     """
-    _merged_only(adapter, Manifest.read(adapter))
-    with _exported(adapter, output, base, dtype):
-        pass
+    if Manifest.read(adapter).config.mode == "lossless":
+        raise CheckpointError(
+            f"{adapter} is a lossless adapter: without drafting its model is the base itself, so there is nothing to "
+            "merge; serve the base, or export the adapter for vLLM"
+        )
+    _check_absent(output)
+    model, tokenizer = load(adapter, base, dtype)
+    with written(output) as folder:
+        _save(model.port.model, tokenizer, folder)
 
 
 def export_vllm(adapter: Path, output: Path, base: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write what `export_hf` writes, and what vLLM needs to draft with it.
 
-    That is `architectures` and the entry `forestream` in config.json, and the streams' start in a file of its own,
-    which other engines overlook: they serve the folder as the merged model.
+    That is `architectures` and the entry `forestream` in config.json, and the streams in a file of their own, which
+    other engines overlook: they serve the folder as the merged model. Of a lossless adapter, which acts on streams
+    alone, the model is the base, and its stream layers are there a second time, merged.
 
-    Args and errors as of `export_hf`, and
+    Arguments as of `export_hf`.
 
     Raises:
+        CheckpointError: the adapter is incomplete or has no streams, or `output` is not empty.
         UnsupportedModel: the family, or what its layers do with positions, cannot be driven in vLLM.
     """
     manifest = Manifest.read(adapter)
-    _merged_only(adapter, manifest)
     _servable(adapter, manifest)
-    with _exported(adapter, output, base, dtype) as (model, folder):
-        config: Any = model.port.config
-        _plain_positions(config)
-        start = {name: t.contiguous() for name, t in own_tensors(model).items() if name.startswith("start.")}
-        save_file(start, folder / STREAMS, {"format": "pt"})
+    _check_absent(output)
+    model, tokenizer = load(adapter, base, dtype)
+    config: Any = model.port.config
+    _plain_positions(config)
+    streams = {name: t for name, t in own_tensors(model).items() if name.startswith("start.")}
+    host = model.port.model
+    if isinstance(model.host, PeftModel):
+        model.host.merge_and_unload()
+        streams |= _copies(model.port.layers, model.stream_layers)
+        host, _ = load_base(base or manifest.base.name, dtype)  # taking a LoRA out again would leave rounding behind
+    with written(output) as folder:
+        _save(host, tokenizer, folder)
+        save_file({name: t.contiguous() for name, t in streams.items()}, folder / STREAMS, {"format": "pt"})
         path = folder / "config.json"
         values: dict[str, Any] = json.loads(path.read_text())
         values["architectures"] = [ARCHITECTURES[FAMILIES[config.model_type]]]
@@ -66,25 +83,24 @@ def export_vllm(adapter: Path, output: Path, base: str | None = None, dtype: tor
         path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-@contextmanager
-def _exported(adapter: Path, output: Path, base: str | None, dtype: torch.dtype) -> Iterator[tuple[StreamingLM, Path]]:
-    """The merged model, and the folder that it was written to, which becomes `output` when the block has ended."""
+def _check_absent(output: Path) -> None:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; choose another output folder")
-    model, tokenizer = load(adapter, base, dtype)
-    with written(output) as folder:
-        # One file: with an index, engines would read only the files that it names.
-        model.port.model.save_pretrained(folder, max_shard_size="1TB")
-        tokenizer.save_pretrained(folder)
-        yield model, folder
 
 
-def _merged_only(adapter: Path, manifest: Manifest) -> None:
-    if manifest.config.mode == "lossless":
-        raise CheckpointError(
-            f"{adapter} is a lossless adapter: it acts on stream slots only and cannot be merged into its base; export "
-            "a joint adapter, or serve this one with forestream itself"
-        )
+def _save(host: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # One file: beside an index, engines would read only the files that it names.
+    host.save_pretrained(folder, max_shard_size="1TB")
+    tokenizer.save_pretrained(folder)
+
+
+def _copies(layers: Sequence[nn.Module], which: range) -> dict[str, Tensor]:
+    """The tensors of the layers `which`, under `COPIES`."""
+    return {
+        f"{COPIES}{number}.{name}": tensor.detach()
+        for number, i in enumerate(which)
+        for name, tensor in layers[i].state_dict().items()
+    }
 
 
 def _servable(adapter: Path, manifest: Manifest) -> None:

@@ -91,6 +91,7 @@ def test_drafts_are_our_own_engines_and_texts_those_without_speculation(host: st
 SHAPES: list[tuple[dict[str, Any], int]] = [
     ({"positions": "same", "start": "low_rank", "start_rank": 4}, STREAMS),
     ({"stream_layers": 4}, 2),  # all of them, and fewer drafts than streams
+    ({"mode": "lossless"}, STREAMS),
 ]
 
 

@@ -17,7 +17,7 @@ from forestream.config import StreamConfig
 from forestream.errors import CheckpointError, ConfigError, ForestreamError, UnsupportedModel
 from forestream.export import export_hf, export_vllm
 from forestream.packing import Pack
-from forestream.vllm.exported import KEY, STREAMS, check_drafts, read, stream_config
+from forestream.vllm.exported import COPIES, KEY, STREAMS, check_drafts, read, stream_config
 from tiny import tiny_adapter, tiny_base
 
 IDS = torch.arange(3, 23)[None]
@@ -105,13 +105,31 @@ def test_for_other_engines_there_are_no_streams(tmp_path: Path) -> None:
         read(tmp_path / "plain")
 
 
+def test_of_a_lossless_adapter_the_model_is_the_base_and_its_stream_layers_are_there_twice(tmp_path: Path) -> None:
+    adapter, folder = exported(tmp_path, mode="lossless")
+    assert torch.equal(stock_logits(folder), stock_logits(tmp_path / "base"))
+    base, found = load_file(tmp_path / "base" / "model.safetensors"), load_file(folder / STREAMS)
+    copies = {name.removeprefix(COPIES): tensor for name, tensor in found.items() if name.startswith(COPIES)}
+    lora = load_file(adapter / checkpoint.LORA)
+    for number, layer in enumerate((2, 3)):
+        names = [name for name in base if f"layers.{layer}." in name]
+        assert len(names) == 9
+        for name in names:
+            place, part = name.split(f"layers.{layer}.")[1], name.removesuffix(".weight")
+            down, up = (lora.get(f"base_model.model.{part}.lora_{side}.weight") for side in "AB")
+            change = 0 if down is None or up is None else 2.0 * up.float() @ down.float()
+            torch.testing.assert_close(copies.pop(f"{number}.{place}"), base[name] + change)
+    assert not copies
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        export_hf(adapter, tmp_path / "plain")
+
+
 # --- refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"mode": "lossless"}, CheckpointError, "lossless"),
         ({"streams": 0}, CheckpointError, "without streams"),
         ({"value_rotation": True}, UnsupportedModel, "rotates the values"),
     ],

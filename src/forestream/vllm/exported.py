@@ -15,7 +15,11 @@ KEY: Final = "forestream"
 """Of the entry in config.json: format, base and config, a whole `StreamConfig`."""
 
 STREAMS: Final = "streams.safetensors"
-"""Beside model.safetensors: the tensors of `StreamStart`, under start.*; vLLM's loader reads both files."""
+"""Beside model.safetensors, and read by vLLM's loader as well: the tensors of `StreamStart`, under start.*, and of a
+lossless adapter the stream layers with the LoRA merged, under `COPIES`."""
+
+COPIES: Final = "copies."
+"""Before the number of a stream layer, counted from the lowest one, and the tensor's own name in that layer."""
 
 FAMILIES: Final = {
     "llama": "Llama",

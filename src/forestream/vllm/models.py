@@ -5,10 +5,12 @@ Imported by vLLM alone, when it loads an exported folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from vllm.config import CompilationMode, VllmConfig
@@ -18,12 +20,13 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from forestream.config import StreamConfig
 from forestream.errors import ConfigError
 from forestream.streams import StreamStart
 from forestream.vllm import check_version
-from forestream.vllm.exported import KEY, stream_config
+from forestream.vllm.exported import COPIES, KEY, stream_config
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Streaming:
 
     Attributes:
         stream_config: what was trained.
+        copies: the stream layers as streams go through them, where these are not the model's own (lossless).
         streaming: whether vLLM was started with a proposer of its user, which is the streams'.
         last: the last pass over requests; None before the first, and of those that only measure memory.
 
@@ -66,6 +70,7 @@ class Streaming:
         self.stream_config: StreamConfig = stream_config(getattr(hub, KEY, None), vllm_config.model_config.model)
         self.start = StreamStart(self.stream_config, hub.hidden_size)
         self.streaming = speculative is not None and speculative.method == "custom_class"
+        self.copies: nn.ModuleList | None = None
         self.last: Pass | None = None
         if self.streaming:
             if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -83,8 +88,9 @@ class Streaming:
 
     @property
     def stream_layers(self) -> Iterable[Any]:
-        """The top layers, which streams run through."""
-        return self.layers[len(self.layers) - self.stream_config.stream_layers :]
+        """The top layers, as streams go through them."""
+        own = self.layers[len(self.layers) - self.stream_config.stream_layers :]
+        return own if self.copies is None else self.copies
 
     @property
     def attention_names(self) -> list[str]:
@@ -117,6 +123,23 @@ class Streaming:
         self.last = Pass(trunk, positions, told[self.attention_names[0]]) if isinstance(told, dict) else None
         return final
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        stock: Any = super()
+        copied: list[tuple[str, Tensor]] = []
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name.startswith(COPIES):
+                    copied.append((name, tensor))
+                else:
+                    yield name, tensor
+
+        loaded: set[str] = stock.load_weights(others())
+        if copied and self.streaming:
+            self.copies = nn.ModuleList(_twin(layer, self) for layer in self.stream_layers)
+            loaded |= AutoWeightsLoader(self).load_weights(copied, mapper=stock.hf_to_vllm_mapper)
+        return loaded
+
     def run_streams(self, states: Float[Tensor, "S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "S E"]:
         """Streams through the top layers and the final norm: what the head reads."""
         residual = None
@@ -125,6 +148,20 @@ class Streaming:
         model: Any = self
         finished, _ = model.model.norm(states, residual)
         return finished
+
+
+def _twin(layer: Any, model: Any) -> Any:
+    """A second `layer` with weights of its own; its attention is the same, so one cache holds what both keep."""
+    memo: dict[int, Any] = {id(model): model}  # hooks know the model
+    for module in layer.modules():
+        if module is layer.self_attn.attn or next(module.parameters(), None) is None:
+            memo[id(module)] = module
+    for parameter in layer.parameters():
+        # vLLM's parameters cannot copy themselves, and carry how their weights are loaded.
+        own = torch.Tensor._make_subclass(type(parameter), parameter.data.clone(), parameter.requires_grad)
+        vars(own).update(vars(parameter))
+        memo[id(parameter)] = own
+    return copy.deepcopy(layer, memo)
 
 
 class ForestreamLlamaForCausalLM(Streaming, LlamaForCausalLM):

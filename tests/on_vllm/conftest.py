@@ -48,7 +48,9 @@ def engine() -> Iterator[Engine]:
         }
         # Engines of one process share the registry of metrics: counters are told apart by the served name.
         options["served_model_name"] = f"model-{os.urandom(4).hex()}"
-        llm = LLM(str(folder), speculative_config=speculative if drafts else None, **{**options, **changes})
+        if drafts:
+            options["speculative_config"] = speculative
+        llm = LLM(**{"model": str(folder), **options, **changes})
         started.append(llm)
         return llm
 

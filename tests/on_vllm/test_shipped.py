@@ -13,6 +13,8 @@ from forestream import checkpoint
 from forestream.acceptance import record
 from forestream.cli.options import SHIPPED
 from forestream.export import export_vllm
+from forestream.vllm import PROPOSER
+from forestream.vllm.server import options
 from served import FORCED, counted, texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,10 @@ def test_the_shipped_adapter_drafts_and_writes_what_it_does_in_our_own_engine(tm
     prompts = [tuple(tokenizer(one)["input_ids"]) for one in PROMPTS]
     wanted = texts(engine(tmp_path / "model"), prompts, TOKENS)
     drafts = model.stream_config.streams
-    streaming = engine(tmp_path / "model", drafts, FORCED)
+    told = options(tmp_path / "model")
+    assert told["speculative_config"].pop("model") == PROPOSER
+    told["speculative_config"]["model"] = FORCED
+    streaming = engine(tmp_path / "model", **told)
     Forced.expect([], model.port.config.vocab_size)
     assert texts(streaming, prompts, TOKENS) == wanted
     assert "Blue Spice" in tokenizer.decode(wanted[0])

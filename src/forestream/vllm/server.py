@@ -1,4 +1,4 @@
-"""How vLLM's OpenAI server is started on an exported folder: checked beforehand, with the settings that matter."""
+"""How vLLM is started on an exported folder: checked beforehand, with the settings that matter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shlex import quote
-from typing import Final
+from typing import Any, Final
 
 from forestream.vllm import PROPOSER, check_version
 from forestream.vllm.exported import check_drafts, read
@@ -53,20 +53,13 @@ class Launch:
         return " ".join([*settings, *map(quote, self.command)])
 
 
-def launch(
-    folder: Path,
-    drafts: int | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    eager: bool = False,
-    further: Sequence[str] = (),
-) -> Launch:
-    """What starts vLLM's server on a folder that `export_vllm` wrote; starts nothing.
+def options(folder: Path, drafts: int | None = None, eager: bool = False) -> dict[str, Any]:
+    """What vLLM has to be told to draft with an exported folder: arguments of `vllm.LLM` and of its engines.
 
     Args:
+        folder: what `export_vllm` wrote.
         drafts: tokens drafted at a time; None: one for each stream, 0: none, for comparison.
         eager: run layers as they are; otherwise vLLM compiles them first, for some minutes on a small machine.
-        further: options of vLLM's own, which go before these.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, or was not exported.
@@ -78,19 +71,37 @@ def launch(
     if drafts:
         check_drafts(config, drafts)
     check_version()
-    options = {
-        "--model": str(folder),
-        "--served-model-name": folder.resolve().name,
-        "--dtype": str(values["dtype"]),  # of its own accord vLLM would run float32 weights in bfloat16
-        "--host": host,
-        "--port": str(port),
-    }
+    # Of its own accord vLLM would run float32 weights in bfloat16.
+    told: dict[str, Any] = {"model": str(folder), "dtype": values["dtype"]}
     if drafts:
-        how = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts}
-        options["--speculative-config"] = json.dumps(how)
-    command = [sys.executable, "-m", _MODULE, *[part for option in options.items() for part in option]]
+        told["speculative_config"] = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts}
     if eager or (drafts and values.get("model_type") == "opt"):
-        command.append("--enforce-eager")
+        told["enforce_eager"] = True
+    return told
+
+
+def launch(
+    folder: Path,
+    drafts: int | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    eager: bool = False,
+    further: Sequence[str] = (),
+) -> Launch:
+    """What starts vLLM's server on a folder that `export_vllm` wrote; starts nothing.
+
+    Args:
+        further: options of vLLM's own, which go before these.
+
+    Other arguments and errors as of `options`.
+    """
+    told = options(folder, drafts, eager)
+    told |= {"served_model_name": folder.resolve().name, "host": host, "port": port}
+    command = [sys.executable, "-m", _MODULE]
+    for name, value in told.items():
+        command.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return Launch((*command, *further), _cpu_settings(), f"http://{host}:{port}")
 
 

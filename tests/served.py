@@ -30,7 +30,14 @@ HOSTS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 128, "dropout": 0.0, "init_std": 0.35}),
     "opt-post": (
         "opt",
-        {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "init_std": 0.1, "do_layer_norm_before": False},
+        {
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "dropout": 0.0,
+            "init_std": 0.35,
+            "do_layer_norm_before": False,
+            "tie_word_embeddings": False,
+        },
     ),
 }
 """Families, and settings with heads of a size that vLLM's attention has code for on a CPU."""
@@ -43,7 +50,12 @@ def exported(folder: Path, host: str = "llama", **changes: Any) -> tuple[Path, S
     sizes = {"hidden_size": 128, "intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": len(tokenizer)}
     if family == "opt":
         del sizes["intermediate_size"]
-    zoo.custom(family, **sizes, **settings).save_pretrained(folder / "base")
+    stock: Any = zoo.custom(family, **sizes, **settings)
+    if host == "opt-post":  # as in the zoo: or blocks would drown the token, and texts would be constant
+        for layer in stock.model.decoder.layers:
+            layer.fc2.weight.data *= 0.1
+            layer.self_attn.out_proj.weight.data *= 0.1
+    stock.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     base, _ = load_base(str(folder / "base"))
     origin = checkpoint.BaseModel(str(folder / "base"), family, fingerprint(base))

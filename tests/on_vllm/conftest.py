@@ -43,6 +43,7 @@ def engine() -> Iterator[Engine]:
             "block_size": 32,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
+            "num_gpu_blocks_override": 192,  # on a CPU too: a few megabytes of cache instead of a gigabyte
             "distributed_executor_backend": "uni",
             "disable_log_stats": False,
         }

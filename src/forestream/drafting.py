@@ -296,6 +296,9 @@ def _cut(tree: StaticTree, depth: int, width: int) -> StaticTree:
     return StaticTree(tree.topology.subset(keep).parents, tuple(tree.ranks[node] for node in keep))
 
 
+FEW = 8192
+"""Tokens that are ranked at once, such as those of a draft vocabulary."""
+
 STRIPES = 1024
 """Into so many sets of tokens a vocabulary is dealt out for ranking it."""
 
@@ -320,6 +323,12 @@ def _best_columns(logits: Float[Tensor, "G K"], k: int) -> list[list[int]]:
     k = min(k, vocabulary)
     if not rows or not k:
         return [[] for _ in range(rows)]
+    if vocabulary <= FEW:
+        # The library's own choice among ties may be any: it counts where there are none.
+        values, columns = logits.topk(min(k + 1, vocabulary), dim=1)
+        if bool((values[:, :-1] > values[:, 1:]).all()):
+            chosen: list[list[int]] = columns[:, :k].tolist()
+            return chosen
     # Token i is in stripe i mod S. The k-th largest of the stripes' peaks is reached by k tokens at least, and the
     # tokens that reach it, ties included, lie in stripes whose peaks do: the rest of the vocabulary is read only once.
     stripes = STRIPES if 4 * k <= STRIPES < vocabulary else vocabulary
@@ -332,8 +341,8 @@ def _best_columns(logits: Float[Tensor, "G K"], k: int) -> list[list[int]]:
     values = dealt[row, :, stripe]
     some, place = (values >= least[row]).nonzero(as_tuple=True)
     found: list[list[tuple[float, int]]] = [[] for _ in range(rows)]
-    columns = (place * stripes + stripe[some]).tolist()
-    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), columns, strict=True):
+    tokens = (place * stripes + stripe[some]).tolist()
+    for owner, value, token in zip(row[some].tolist(), values[some, place].tolist(), tokens, strict=True):
         found[owner].append((-value, token))
     return [[token for _, token in sorted(candidates)[:k]] for candidates in found]
 

@@ -74,7 +74,7 @@ $(VLLM_STAMP): pyproject.toml | $(VLLM_BIN)/python
 
 # Warnings are vLLM's own, of the libraries that it is bound to.
 test-vllm: $(VLLM_STAMP)
-	@$(VLLM_BIN)/python -m pytest tests/on_vllm -o filterwarnings= $(ARGS)
+	@$(VLLM_BIN)/python -m pytest tests/on_vllm -o filterwarnings= -o faulthandler_timeout=3600 $(ARGS)
 
 soak: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/numerics/test_soak.py --soak 10000 $(ARGS)

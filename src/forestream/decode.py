@@ -159,10 +159,12 @@ def _drafter(
         if sampler is not None and given is None:
             return own.follow(row.text[-1], Paths(model, ahead, law))
         logits = law(ahead if sampler is None else model.draft_logits(ahead))
+        if vocabulary is None:
+            return (given or own)(row.text, logits)
         if given is None:
-            return own(row.text, logits, None if vocabulary is None else vocabulary.ids)
+            return own(row.text, logits, vocabulary.ids)
         # Whoever wrote it counts on columns being tokens.
-        return given(row.text, logits if vocabulary is None else vocabulary.spread(logits))
+        return given(row.text, vocabulary.spread(logits))
 
     return draft
 

@@ -235,7 +235,7 @@ def test_wrong_choices_are_noticed(wrong: Any, temperature: float, monkeypatch: 
 
 def test_argmax_drafts_treated_as_samples_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Speculative()
-    monkeypatch.setattr(Row, "mirrored", lambda row, logits: wrong.mirrored(row, logits))
+    monkeypatch.setattr(Row, "mirrored", lambda row, logits, vocabulary: wrong.mirrored(row, logits))
     monkeypatch.setattr(Row, "_choose", lambda row, logits, drafts: wrong.choose(row, logits, drafts))
     assert p_value(tiny("qwen2"), 1500, DecodeSettings(tree="full", k=1), temperature=1.0) < LEAST
 

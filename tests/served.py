@@ -12,10 +12,14 @@ from vllm.v1.metrics.reader import Counter, Vector
 
 import zoo
 from forestream import checkpoint
+from forestream.acceptance import stream_states
 from forestream.bases import fingerprint, load_base
 from forestream.config import StreamConfig
+from forestream.drafting import FullTree
 from forestream.export import export_vllm
 from forestream.model import StreamingLM
+from forestream.paths import Paths
+from forestream.vocabulary import DraftVocabulary
 from tiny import tiny_tokenizer
 from wrapped import shake
 
@@ -43,8 +47,15 @@ HOSTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Families, and settings with heads of a size that vLLM's attention has code for on a CPU."""
 
 
-def exported(folder: Path, host: str = "llama", **changes: Any) -> tuple[Path, StreamingLM]:
-    """An exported random model in float32, and the same in our own engine; `changes` go to its StreamConfig."""
+def exported(
+    folder: Path, host: str = "llama", sampler: bool = False, vocabulary: Sequence[int] = (), **changes: Any
+) -> tuple[Path, StreamingLM]:
+    """An exported random model in float32, and the same in our own engine; `changes` go to its StreamConfig.
+
+    Args:
+        sampler: with a path sampler.
+        vocabulary: what streams may draft; any token if empty.
+    """
     family, settings = HOSTS[host]
     tokenizer = tiny_tokenizer()
     sizes = {"hidden_size": 128, "intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": len(tokenizer)}
@@ -62,7 +73,13 @@ def exported(folder: Path, host: str = "llama", **changes: Any) -> tuple[Path, S
     config = {"streams": STREAMS, "stream_layers": 2, "lora_rank": 4, "lora_alpha": 8, "scorer_rank": 0, **changes}
     model = StreamingLM(base, StreamConfig(**config))
     model.add_lora()
+    if vocabulary:
+        model.restrict(DraftVocabulary(vocabulary, len(tokenizer)))
+    if sampler:
+        model.add_sampler(16)
     shake(model, 1)
+    if model.sampler is not None:
+        model.sampler.up.data *= 10  # so that what a stream says depends on the token before
     assert model.start is not None
     if model.start.embedding is not None:
         model.start.embedding.data *= 20  # so that every stream says something else
@@ -70,6 +87,13 @@ def exported(folder: Path, host: str = "llama", **changes: Any) -> tuple[Path, S
     export_vllm(folder / "adapter", folder / "exported", dtype=torch.float32)
     own, _ = checkpoint.load(folder / "adapter")
     return folder / "exported", own
+
+
+def chains(model: StreamingLM, start: Sequence[int], text: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    """The chain that our own engine drafts at every place of a text, by the text that it is behind."""
+    states = stream_states(model, start, text)
+    trees = [FullTree(1).follow(root, Paths(model, own)) for root, own in zip(text, states, strict=True)]
+    return {(*start, *text[: t + 1]): [*tree.tokens[1:]] for t, tree in enumerate(trees)}
 
 
 def texts(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forestream.bases import load_base
 from forestream.checkpoint import Manifest, load, own_tensors, written
 from forestream.errors import CheckpointError, UnsupportedModel
-from forestream.vllm.exported import ARCHITECTURES, COPIES, FAMILIES, FORMAT, KEY, STREAMS
+from forestream.vllm.exported import ARCHITECTURES, COPIES, FAMILIES, FORMAT, KEY, SAMPLER, START, STREAMS, VOCABULARY
 
 # These choose their frequencies by the longest text of a pass, which other engines do in ways of their own.
 _ROPES_REFUSED = ("dynamic", "longrope")
@@ -51,9 +51,10 @@ def export_hf(adapter: Path, output: Path, base: str | None = None, dtype: torch
 def export_vllm(adapter: Path, output: Path, base: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write what `export_hf` writes, and what vLLM needs to draft with it.
 
-    That is `architectures` and the entry `forestream` in config.json, and the streams in a file of their own, which
-    other engines overlook: they serve the folder as the merged model. Of a lossless adapter, which acts on streams
-    alone, the model is the base, and its stream layers are there a second time, merged.
+    That is `architectures` and the entry `forestream` in config.json, and the streams, with path sampler and draft
+    vocabulary if the adapter has them, in a file of their own, which other engines overlook: they serve the folder as
+    the merged model. Of a lossless adapter, which acts on streams alone, the model is the base, and its stream layers
+    are there a second time, merged.
 
     Arguments as of `export_hf`.
 
@@ -67,7 +68,8 @@ def export_vllm(adapter: Path, output: Path, base: str | None = None, dtype: tor
     model, tokenizer = load(adapter, base, dtype)
     config: Any = model.port.config
     _plain_positions(config)
-    streams = {name: t for name, t in own_tensors(model).items() if name.startswith("start.")}
+    drafting = (START, SAMPLER, VOCABULARY)  # an exit scorer would have nothing to prune
+    streams = {name: t for name, t in own_tensors(model).items() if name.startswith(drafting)}
     host = model.port.model
     if isinstance(model.host, PeftModel):
         model.host.merge_and_unload()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forestream import vllm
 from forestream.export import export_hf
 from forestream.vllm.exported import KEY
+from forestream.vllm.exported import STREAMS as TENSORS
 from served import STREAMS, exported
 
 
@@ -42,6 +44,14 @@ def test_another_format(folder: Path, engine: Any, tmp_path: Path) -> None:
     values[KEY]["format"] = 2
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert "format 2" in refusal(engine, tmp_path)
+
+
+def test_a_part_of_a_path_sampler(engine: Any, tmp_path: Path) -> None:
+    folder, _ = exported(tmp_path, sampler=True)
+    tensors = load_file(folder / TENSORS)
+    del tensors["sampler.token"]
+    save_file(tensors, folder / TENSORS, {"format": "pt"})
+    assert "path sampler has tensors" in refusal(engine, folder)
 
 
 def test_another_version_of_vllm(folder: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import pytest
 from vllm import SamplingParams
 
 from forced import Forced
-from forestream.acceptance import record
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.model import StreamingLM
 from forestream.steps import tokens_of
-from served import FORCED, HOSTS, STREAMS, counted, exported, texts
+from forestream.vllm.models import Streaming
+from served import FORCED, HOSTS, STREAMS, chains, counted, exported, texts
 from wrapped import prompt
 
 TOKENS = 70  # over two borders of 32 slots
@@ -26,17 +26,11 @@ VOCABULARY, BLOCK = 98, 32
 Truth = tuple[Sequence[int], Sequence[int]]
 
 
-def wanted_drafts(model: StreamingLM, start: Sequence[int], text: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """The best token of each of our streams, by the text they are behind."""
-    trace = record(model, start, text, candidates=1)
-    return {(*start, *text[: t + 1]): trace.ids[t, :, 0].tolist() for t in range(len(text))}
-
-
 def assert_same_drafts(model: StreamingLM, truths: Sequence[Truth]) -> int:
     """Every draft that vLLM's streams made is our own; returns how many were cut short at a block's end."""
     wanted = {}
     for start, text in truths:
-        wanted |= wanted_drafts(model, start, text)
+        wanted |= chains(model, start, text)
     compared = short = 0
     for text, drafts in Forced.seen.items():
         if text not in wanted:  # the step that ended a text may have gone beyond its cap
@@ -102,9 +96,59 @@ def test_every_shape_of_streams(changes: dict[str, Any], drafts: int, tmp_path: 
     expect(truths)
     assert texts(streaming, PROMPTS[1:5], 24) == written(truths)
     assert max(map(len, Forced.seen.values())) == drafts
-    wanted = {text: own for start, found in truths for text, own in wanted_drafts(model, start, found).items()}
+    wanted = {text: own for start, found in truths for text, own in chains(model, start, found).items()}
     for text, own in Forced.seen.items():
         assert list(own) == wanted.get(text, list(own))[: len(own)]
+
+
+SOME = range(2, VOCABULARY, 3)
+TOLD: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"sampler": True}),
+    ("llama-tied", {"sampler": True, "vocabulary": SOME}),
+    ("opt-post", {"sampler": True, "vocabulary": SOME}),  # its embeddings are narrower than its states
+    ("qwen2", {"vocabulary": SOME}),
+    ("llama", {"sampler": True, "vocabulary": SOME, "mode": "lossless"}),
+]
+
+
+@pytest.mark.parametrize(("host", "changes"), TOLD)
+def test_path_sampler_and_draft_vocabulary(host: str, changes: dict[str, Any], tmp_path: Path, engine: Any) -> None:
+    folder, model = exported(tmp_path, host, **changes)
+    some = PROMPTS[1:5]
+    truths = told(model, some, 40)
+    streaming = engine(folder, STREAMS, FORCED)
+    for known in ([], truths):  # drafts as they are, and drafts that are accepted in part
+        expect(known)
+        assert texts(streaming, some, 40) == written(truths)
+        assert_same_drafts(model, truths)
+    places = counted(streaming, "spec_decode_num_accepted_tokens_per_pos")
+    assert places == sorted(places, reverse=True)
+    assert places[-1] > 5
+    assert sum(places) == counted(streaming, "spec_decode_num_accepted_tokens")[0]
+    if "vocabulary" in changes:
+        assert {token for own in Forced.seen.values() for token in own} <= set(SOME)
+    # The comparison can fail: without the one or the other our own engine drafts something else.
+    if model.sampler is not None:
+        kept, model.sampler = model.sampler, None
+        with pytest.raises(AssertionError, match="behind"):
+            assert_same_drafts(model, truths)
+        model.sampler = kept
+    if model.vocabulary is not None:
+        model.restrict(None)
+        with pytest.raises(AssertionError, match="behind"):
+            assert_same_drafts(model, truths)
+
+
+def test_a_head_whose_rows_cannot_be_taken_is_asked_whole(
+    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Streaming, "restrict", lambda self: None)  # as where it is parted among processes
+    folder, model = exported(tmp_path, sampler=True, vocabulary=SOME)
+    truths = told(model, PROMPTS[1:3], 24)
+    streaming = engine(folder, STREAMS, FORCED)
+    expect(truths)
+    assert texts(streaming, PROMPTS[1:3], 24) == written(truths)
+    assert_same_drafts(model, truths)
 
 
 def test_prompts_read_in_pieces_and_texts_up_to_the_last_place_there_is(tmp_path: Path, engine: Any) -> None:

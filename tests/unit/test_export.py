@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -17,7 +17,7 @@ from forestream.config import StreamConfig
 from forestream.errors import CheckpointError, ConfigError, ForestreamError, UnsupportedModel
 from forestream.export import export_hf, export_vllm
 from forestream.packing import Pack
-from forestream.vllm.exported import COPIES, KEY, STREAMS, check_drafts, read, stream_config
+from forestream.vllm.exported import COPIES, KEY, SAMPLER, STREAMS, VOCABULARY, check_drafts, read, stream_config
 from tiny import tiny_adapter, tiny_base
 
 IDS = torch.arange(3, 23)[None]
@@ -53,6 +53,29 @@ def test_an_export_is_the_merged_model_with_its_streams_beside_it(tmp_path: Path
     assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
     text = "name[Aromi], eatType[pub] ->"
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+def test_a_path_sampler_and_a_draft_vocabulary_lie_beside_the_streams(tmp_path: Path, mode: str) -> None:
+    adapter = tiny_adapter(tmp_path / "adapter", mode=mode)
+    own = load_file(adapter / checkpoint.STREAMS)
+    generator = torch.Generator().manual_seed(1)
+    sampler = {
+        f"{SAMPLER}{name}": torch.randn(shape, generator=generator)
+        for name, shape in {"state": (48, 8), "token": (48, 8), "up": (8, 48)}.items()
+    }
+    ids = torch.tensor([1, 5, 40, 97], dtype=torch.int32)
+    save_file({**own, **sampler, VOCABULARY: ids}, adapter / checkpoint.STREAMS, {"format": "pt"})
+    export_vllm(adapter, tmp_path / "exported", dtype=torch.float32)
+    found = load_file(tmp_path / "exported" / STREAMS)
+    assert {name for name in found if not name.startswith(COPIES)} == {"start.embedding", VOCABULARY, *sampler}
+    assert torch.equal(found[VOCABULARY], ids)
+    assert all(torch.equal(found[name], tensor) for name, tensor in sampler.items())
+    read(tmp_path / "exported")
+    export_vllm(adapter, tmp_path / "half", dtype=torch.bfloat16)
+    half = load_file(tmp_path / "half" / STREAMS)
+    assert half.pop(VOCABULARY).dtype == torch.int32
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
 def test_config_json_names_the_class_and_tells_of_the_streams(tmp_path: Path) -> None:

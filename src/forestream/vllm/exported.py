@@ -15,8 +15,14 @@ KEY: Final = "forestream"
 """Of the entry in config.json: format, base and config, a whole `StreamConfig`."""
 
 STREAMS: Final = "streams.safetensors"
-"""Beside model.safetensors, and read by vLLM's loader as well: the tensors of `StreamStart`, under start.*, and of a
-lossless adapter the stream layers with the LoRA merged, under `COPIES`."""
+"""Beside model.safetensors, and read by vLLM's loader as well: the tensors of `StreamStart`, under `START`, those of a
+path sampler and the ids of a draft vocabulary, where the adapter has them, and of a lossless adapter the stream layers
+with the LoRA merged, under `COPIES`."""
+
+START: Final = "start."
+SAMPLER: Final = "sampler."
+"""Before the names of a `PathSampler`'s tensors, whose shapes say its size."""
+VOCABULARY: Final = "vocabulary.ids"
 
 COPIES: Final = "copies."
 """Before the number of a stream layer, counted from the lowest one, and the tensor's own name in that layer."""

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from vllm.config import CompilationMode, VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
@@ -23,10 +24,11 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from forestream.config import StreamConfig
-from forestream.errors import ConfigError
-from forestream.streams import StreamStart
+from forestream.errors import CheckpointError, ConfigError
+from forestream.streams import PathSampler, StreamStart
 from forestream.vllm import check_version
-from forestream.vllm.exported import COPIES, KEY, stream_config
+from forestream.vllm.exported import COPIES, KEY, SAMPLER, VOCABULARY, stream_config
+from forestream.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,15 @@ class Streaming:
     Attributes:
         stream_config: what was trained.
         copies: the stream layers as streams go through them, where these are not the model's own (lossless).
+        sampler: tells streams the token before what they foretell; None if the adapter has none.
+        vocabulary: the tokens that streams draft; None is all V.
         streaming: whether vLLM was started with a proposer of its user, which is the streams'.
         last: the last pass over requests; None before the first, and of those that only measure memory.
 
     Raises:
         ConfigError: the version of vLLM is not the tested one, or layers would lie on several machines.
-        CheckpointError: the model's config.json holds no entry of an export.
+        CheckpointError: the model's config.json holds no entry of an export; while weights are loaded, also: the path
+            sampler in the folder does not fit the model.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -71,6 +76,9 @@ class Streaming:
         self.start = StreamStart(self.stream_config, hub.hidden_size)
         self.streaming = speculative is not None and speculative.method == "custom_class"
         self.copies: nn.ModuleList | None = None
+        self.sampler: PathSampler | None = None
+        self.vocabulary: DraftVocabulary | None = None
+        self._draft_head: ParallelLMHead | None = None
         self.last: Pass | None = None
         if self.streaming:
             if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -125,29 +133,89 @@ class Streaming:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         stock: Any = super()
-        copied: list[tuple[str, Tensor]] = []
+        kept: dict[str, Tensor] = {}
 
         def others() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
-                if name.startswith(COPIES):
-                    copied.append((name, tensor))
+                if name.startswith((COPIES, SAMPLER, VOCABULARY)):
+                    kept[name] = tensor
                 else:
                     yield name, tensor
 
         loaded: set[str] = stock.load_weights(others())
-        if copied and self.streaming:
+        if not self.streaming:
+            return loaded
+        self._draft_head = None  # of other weights, if there were any
+        if copied := [(name, tensor) for name, tensor in kept.items() if name.startswith(COPIES)]:
             self.copies = nn.ModuleList(_twin(layer, self) for layer in self.stream_layers)
             loaded |= AutoWeightsLoader(self).load_weights(copied, mapper=stock.hf_to_vllm_mapper)
+        model: Any = self
+        own = next(self.start.parameters())
+        if found := {name.removeprefix(SAMPLER): t for name, t in kept.items() if name.startswith(SAMPLER)}:
+            self.sampler = _sampler(found, model.config).to(own)
+        if VOCABULARY in kept:
+            self.vocabulary = DraftVocabulary(kept[VOCABULARY], model.config.vocab_size).to(own.device)
         return loaded
 
-    def run_streams(self, states: Float[Tensor, "S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "S E"]:
-        """Streams through the top layers and the final norm: what the head reads."""
-        residual = None
+    def restrict(self) -> None:
+        """Copy the head's rows of the draft vocabulary, once the head is as it will be.
+
+        Of a head that is parted among processes (tensor parallel) or quantised there are no plain rows here: then the
+        whole head is asked, and the vocabulary's columns are taken.
+        """
+        model: Any = self
+        head = model.lm_head
+        if self.vocabulary is None or head.tp_size > 1 or type(head.quant_method) is not UnquantizedEmbeddingMethod:
+            return
+        ids, whole = self.vocabulary.ids, head.weight.data
+        rows: Any = ParallelLMHead(len(ids), head.embedding_dim, params_dtype=whole.dtype).to(whole.device)
+        rows.weight.data.zero_()  # it is longer than the vocabulary
+        rows.weight.data[: len(ids)] = whole[ids]
+        rows.quant_method.process_weights_after_loading(rows)
+        self._draft_head = rows
+
+    def run_streams(self, states: Float[Tensor, "S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "S D"]:
+        """Streams through the top layers: their final states."""
+        residual: Any = None
         for layer in self.stream_layers:
             states, residual = layer(positions, states, residual)
+        return states + residual
+
+    def finish(self, states: Float[Tensor, "S D"]) -> Float[Tensor, "S E"]:
+        """The final norm: what the head reads."""
         model: Any = self
-        finished, _ = model.model.norm(states, residual)
-        return finished
+        return model.model.norm(states)
+
+    def behind(self, states: Float[Tensor, "S D"], tokens: Int[Tensor, " S"]) -> Float[Tensor, "S D"]:
+        """Final states of streams once `tokens` stand before what they foretell; as they are without a path sampler."""
+        model: Any = self
+        return states if self.sampler is None else self.sampler(states, model.embed_input_ids(tokens))
+
+    def best(self, states: Float[Tensor, "S D"]) -> Int[Tensor, " S"]:
+        """The best token by each final state of a stream, out of the draft vocabulary; exact ties to the lowest id."""
+        model: Any = self
+        finished = self.finish(states)
+        if self.vocabulary is None:
+            return model.compute_logits(finished).argmax(dim=-1)
+        ids = self.vocabulary.ids
+        if self._draft_head is None:
+            logits = model.compute_logits(finished)[:, ids]
+        else:
+            logits = model.logits_processor(self._draft_head, finished)[:, : len(ids)]
+        return ids[logits.argmax(dim=-1)]
+
+
+def _sampler(found: dict[str, Tensor], config: Any) -> PathSampler:
+    """The path sampler of an exported folder, for a model of this configuration."""
+    embedding_size = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT may keep embeddings narrower
+    sampler = PathSampler(config.hidden_size, embedding_size, len(found["up"]) if "up" in found else 1)
+    expected = {name: tuple(tensor.shape) for name, tensor in sampler.state_dict().items()}
+    if (shapes := {name: tuple(tensor.shape) for name, tensor in found.items()}) != expected:
+        raise CheckpointError(
+            f"the folder's path sampler has tensors {shapes}; this model expects {expected}: export the adapter again"
+        )
+    sampler.load_state_dict(found)
+    return sampler
 
 
 def _twin(layer: Any, model: Any) -> Any:
@@ -206,9 +274,12 @@ class ForestreamOPTForCausalLM(Streaming, OPTForCausalLM):
         assert self._trunk is not None
         return output, self._trunk
 
-    def run_streams(self, states: Float[Tensor, "S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "S E"]:
+    def run_streams(self, states: Float[Tensor, "S D"], positions: Int[Tensor, " S"]) -> Float[Tensor, "S D"]:
         for layer in self.stream_layers:
             states = layer(states)
+        return states
+
+    def finish(self, states: Float[Tensor, "S D"]) -> Float[Tensor, "S E"]:
         decoder = self.decoder
         if decoder.final_layer_norm is not None:
             states = decoder.final_layer_norm(states)

@@ -1,5 +1,7 @@
 """Drafts for all requests of a step by one pass of their streams through the target's own top layers.
 
+With a path sampler the drafts of a request follow from each other: one small step for each place of the chains.
+
 A stream writes its keys and values where the next pass writes those of the tokens that are then verified. So what a
 stream may see (the text up to its anchor, and the streams before it) is plain causal attention over the request's own
 blocks, and needs neither a mask nor memory of its own.
@@ -92,6 +94,7 @@ class StreamProposer:
                 f"the target is a {type(target_model).__name__}; expected a model that `forestream export vllm` wrote"
             )
         self.target = target_model
+        self.target.restrict()
 
     @torch.inference_mode()
     def propose(
@@ -146,10 +149,24 @@ class StreamProposer:
             slot_mapping=dict.fromkeys(names, mapping),
         ):
             finished = self.target.run_streams(states, positions.to(device))
-        best = self.target.compute_logits(finished).argmax(dim=-1).tolist()
-        for row, begin, end in zip(anchors.rows, begins.tolist(), ends.tolist(), strict=False):
-            drafted[row] = best[begin:end]
+        roots = torch.tensor([sampled_token_ids[row][-1] for row in anchors.rows])
+        for row, chain in zip(anchors.rows, self._chains(finished, roots.to(device), counts), strict=True):
+            drafted[row] = chain
         return drafted
+
+    def _chains(self, states: Tensor, roots: Tensor, counts: Tensor) -> list[list[int]]:
+        """The chain behind each of n roots [n], from the final states of its streams, anchor by anchor [S, D]."""
+        if self.target.sampler is None:
+            best = self.target.best(states)
+        else:
+            best = roots.new_empty(len(states))
+            before, begins = roots.clone(), counts.cumsum(0) - counts
+            for level in range(int(counts.max())):
+                going = (counts > level).nonzero()[:, 0]
+                places, going = (begins[going] + level).to(roots.device), going.to(roots.device)
+                before[going] = self.target.best(self.target.behind(states[places], before[going]))
+                best[places] = before[going]
+        return [chain.tolist() for chain in best.split(counts.tolist())]
 
     def _started(self, last: Pass, rows: Tensor, places: Tensor, counts: Tensor) -> Tensor:
         """The streams' states at the entry of their layers, anchor by anchor, [S, D]."""

@@ -17,8 +17,11 @@ $run tune --adapter "$adapter" --task e2e --data-dir "$data" --limit 24 --candid
 "${bench[@]}" --split test --limit 60 --dtype bfloat16 \
   --methods plain,transformers,forestream,budget-8+fused,budget-4+fused,budget-16,full-1+fused \
   --json $results/e2e-test-bfloat16.json
-"${bench[@]}" --split test --limit 200 --dtype float32 --methods plain,forestream --nodes 32 --carriers deferred \
-  --json $results/e2e-test-float32.json
+$run tune --adapter "$adapter" --task e2e --data-dir "$data" --limit 12 --candidates 6 --dtype float32 \
+  --output decoding.json --json $results/e2e-tune-float32.json
+"${bench[@]}" --split test --limit 100 --dtype float32 --settings decoding.json \
+  --methods plain,transformers,forestream --json $results/e2e-test-float32.json
+rm decoding.json
 "${bench[@]}" --split test --limit 200 --dtype bfloat16 \
   --methods plain,full-1,full-1+prune,full-2,full-2+prune --json $results/e2e-test-full-trees-k1-k2.json
 "${bench[@]}" --split test --limit 200 --dtype bfloat16 \

@@ -153,6 +153,7 @@ class Streaming:
         own = next(self.start.parameters())
         if found := {name.removeprefix(SAMPLER): t for name, t in kept.items() if name.startswith(SAMPLER)}:
             self.sampler = _sampler(found, model.config).to(own)
+            loaded |= {f"{SAMPLER}{name}" for name in found}  # vLLM sees to it that every parameter was loaded
         if VOCABULARY in kept:
             self.vocabulary = DraftVocabulary(kept[VOCABULARY], model.config.vocab_size).to(own.device)
         return loaded

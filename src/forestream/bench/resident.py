@@ -35,6 +35,7 @@ def watched(device: torch.device) -> Iterator[dict[str, Any]]:
     finally:
         peak = torch.cuda.max_memory_allocated(device) if gpu else _status("VmHWM")
         if loaded is not None and peak is not None:
+            peak = max(peak, loaded)  # the system counts pages in lots, and the peak may lag by one
             of = "gpu" if gpu else "process"
             found |= {"of": of, "loaded": loaded, "peak": peak, "above_loaded": max(peak - loaded, 0)}
 

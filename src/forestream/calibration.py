@@ -14,7 +14,7 @@ from forestream.acceptance import NO_TOKEN, record, stream_states
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.decode import check, commit, streams_in_use, tree_limit
-from forestream.drafting import DraftTree, drafter_for
+from forestream.drafting import DraftTree, RankDrafter, drafter_for
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.paths import Paths
@@ -112,26 +112,32 @@ def score_text(
     text = tokens_of(list(plain(model, prompt, settings, eos)))
     if len(text) < 2:
         return ()
-    drafter = drafter_for(settings)
     limit = token_limit(model, prompt, settings.max_new_tokens)
-    trace = record(model, prompt, text, max(drafter.width, 1), limit)
-    states = stream_states(model, prompt, text)
+    # A pass yields one token more than it accepts.
+    depths = [min(streams, limit - root - 2) for root in range(len(text) - 1)]
     cache = model.new_cache(len(prompt) + len(text) + tree_limit(settings, streams))
     prompt_pass(model, prompt, 0, cache, settings.prompt_chunk)
     places = []
     rest = (*text, *[NO_TOKEN] * streams)
-    for root in range(len(text) - 1):
-        depth = min(streams, limit - root - 2)  # a pass yields one token more than it accepts
-        if model.sampler is not None:
-            tree = drafter.follow(text[root], Paths(model, states[root, :depth]))
-        else:
-            candidates, log_probs = trace.ids[root, :depth].tolist(), trace.log_probs[root, :depth].tolist()
-            tree = drafter.grow(text[root], candidates, log_probs)
+    for root, tree in enumerate(_drafted(model, prompt, text, drafter_for(settings), depths)):
         noted = _Noted()
         checked = check(model, [tree], cache, 0, settings, noted)
         places.append(Scored(tree.topology, noted.edges, _followed(tree, rest[root + 1 :])))
         commit(model, checked, [Verdict((0,), text[root + 1])], cache)
     return tuple(places)
+
+
+def _drafted(
+    model: StreamingLM, prompt: Sequence[int], text: Sequence[int], drafter: RankDrafter, depths: Sequence[int]
+) -> list[DraftTree]:
+    """The trees of the first places of `text`, each by so many streams as `depths` says."""
+    if model.sampler is not None:
+        states = stream_states(model, prompt, text)
+        places = zip(text, states, depths, strict=False)
+        return [drafter.follow(root, Paths(model, own[:depth])) for root, own, depth in places]
+    trace = record(model, prompt, text, max(drafter.width, 1))
+    rows = zip(text, trace.ids.tolist(), trace.log_probs.tolist(), depths, strict=False)
+    return [drafter.grow(root, ids[:depth], log_probs[:depth]) for root, ids, log_probs, depth in rows]
 
 
 def _followed(tree: DraftTree, rest: Sequence[int]) -> tuple[int, ...]:

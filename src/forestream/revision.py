@@ -1,16 +1,46 @@
-"""A finished adapter with some tensors beside its LoRA replaced or added: every other byte of its weights stays."""
+"""A finished adapter with a part beside its LoRA trained, replaced or added: every other byte of its weights stays."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from forestream import checkpoint
 from forestream.checkpoint import FILES, PROVENANCE, STREAMS, Manifest
+from forestream.data import Tokens
+from forestream.model import StreamingLM
+from forestream.objective import LossConfig
+from forestream.training import TrainConfig, fit
+
+
+def fit_part(
+    part: nn.Module,
+    model: StreamingLM,
+    examples: Sequence[Tokens],
+    pad: int,
+    folder: Path,
+    config: TrainConfig,
+    loss_config: LossConfig,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train `part` of `model` in place, from where it is; everything else is frozen.
+
+    Args:
+        model: with its LoRA unmerged, as `checkpoint.load(..., merge=False)` gives it.
+        pad, folder, config, loss_config, resume: as for `training.fit`, whose report is returned.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    # Small updates would vanish in half precision.
+    part.float().requires_grad_(True)
+    report = fit(model, examples, pad, folder, config, loss_config, resume)
+    model.eval()
+    return report
 
 
 def revise(adapter: Path, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:

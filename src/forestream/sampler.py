@@ -13,8 +13,8 @@ from forestream.data import Tokens
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig
-from forestream.revision import revise
-from forestream.training import TrainConfig, fit
+from forestream.revision import fit_part, revise
+from forestream.training import TrainConfig
 
 ALONE: Final = LossConfig(main=0.0, stream=1.0, scorer=0.0)
 """The streams' terms, which reach the sampler alone; the main one is still reported."""
@@ -48,13 +48,7 @@ def fit_sampler(
         torch.manual_seed(config.seed)
         model.add_sampler(width)
     assert model.sampler is not None
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    # Small updates would vanish in half precision.
-    model.sampler.float().requires_grad_(True)
-    report = fit(model, examples, pad, folder, config, ALONE, resume)
-    model.eval()
-    return report
+    return fit_part(model.sampler, model, examples, pad, folder, config, ALONE, resume)
 
 
 def save_sampler(model: StreamingLM, adapter: Path, folder: Path, record: dict[str, Any]) -> None:

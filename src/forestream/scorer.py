@@ -11,8 +11,8 @@ from forestream.data import Tokens
 from forestream.errors import ConfigError
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig
-from forestream.revision import revise
-from forestream.training import TrainConfig, fit
+from forestream.revision import fit_part, revise
+from forestream.training import TrainConfig
 
 ALONE: Final = LossConfig(main=0.0, stream=0.0, scorer=1.0)
 """The scorer's own next-token term; the others are still reported."""
@@ -35,13 +35,7 @@ def fit_scorer(
     """
     if model.scorer is None:
         raise ConfigError("this adapter has no exit scorer (scorer_rank or streams 0, or no trunk); train another one")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    # Small updates would vanish in half precision.
-    model.scorer.float().requires_grad_(True)
-    report = fit(model, examples, pad, folder, replace(config, share=0.0), ALONE, resume)
-    model.eval()
-    return report
+    return fit_part(model.scorer, model, examples, pad, folder, replace(config, share=0.0), ALONE, resume)
 
 
 def save_scorer(model: StreamingLM, adapter: Path, folder: Path, record: dict[str, Any]) -> None:

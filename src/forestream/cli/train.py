@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import learning, options
 from forestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,14 +66,8 @@ def train(
         typer.Option(help="joint learns the task and drafting; lossless keeps the base's own text. [default: joint]"),
     ] = None,
     data_dir: options.DataDir = None,
-    answers: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="Learn the base's own answers to the task's prompts, out of this file of `forestream distill`.",
-        ),
-    ] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
+    answers: learning.Answers = None,
+    examples: learning.Examples = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the examples. [default: 1]")] = None,
     streams: Annotated[
         int | None, typer.Option(min=0, help="G; 0 trains a plain LoRA, the twin to compare with. [default: 4]")
@@ -101,7 +95,10 @@ def train(
         float | None, typer.Option(help="Share of the positions with a target that carry streams. [default: 1.0]")
     ] = None,
     start_from: Annotated[
-        Path | None, typer.Option(help="Begin with the weights of this adapter folder, which has the same shape.")
+        Path | None,
+        typer.Option(
+            help="Begin with the weights of this adapter folder; docs/training.md says which settings may differ."
+        ),
     ] = None,
     device: options.Device = "cpu",
     dtype: Annotated[
@@ -117,7 +114,7 @@ def train(
             help="With several processes (torchrun): weights copied to each, or sharded among them. [default: copies]"
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+    resume: learning.Resume = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what the run will cost, after a few passes as a trial, and stop.")
     ] = False,
@@ -210,15 +207,12 @@ class _Run:
         from forestream import checkpoint
         from forestream.bases import fingerprint, load_base
         from forestream.data import restrict_drafts, template_of
-        from forestream.distillation import AnswerSettings
-        from forestream.tasks import get_task
         from forestream.training import collator, ordered, training_model, usable
         from forestream.trial import Trial
 
         config = recipe.training.on(options.torch_device(device))
         recipe = replace(recipe, training=config)
-        self.told = None if answers is None else AnswerSettings.read(answers, recipe.task)
-        rows = get_task(recipe.task).examples("train" if self.told is None else self.told.split, data_dir)
+        rows, self.told = learning.rows_of(recipe.task, data_dir, answers)
         host, tokenizer = load_base(recipe.base, options.torch_dtype(options.DType(config.dtype)))
         host.to(device)
         if not layers_given:
@@ -233,7 +227,9 @@ class _Run:
         self.started_from: str | None = None
         if recipe.start_from is not None:
             self.started_from = checkpoint.begin_from(self.model, Path(recipe.start_from), self.origin.fingerprint)
-        self.examples = _tokens(tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples)
+        self.examples = learning.tokens_of(
+            tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples
+        )
         self.pad: int = tokenizer.eos_token_id
         used = usable(self.examples, config)
         restrict_drafts(self.model, used, self.pad, config.draft_vocabulary)
@@ -267,18 +263,6 @@ class _Run:
         }
         record |= {} if self.told is None else {"answers": asdict(self.told)}
         checkpoint.save(self.model, output, self.origin, record)
-
-
-def _tokens(
-    tokenizer: Any, rows: list[Any], answers: Path | None, base_print: str, seed: int, examples: int | None
-) -> list[Any]:
-    """What is trained on, in an order drawn by `seed`: the rows, or the base's own answers to them."""
-    from forestream.data import drawn, tokenize
-    from forestream.distillation import read_answers
-
-    if answers is not None:
-        return drawn(read_answers(answers, rows, tokenizer, base_print), seed, examples)
-    return [tokenize(tokenizer, row) for row in drawn(rows, seed, examples)]
 
 
 def _announce(console: Console, run: _Run) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import learning, options
 
 
 def train_draft_model(
@@ -20,21 +20,21 @@ def train_draft_model(
     base: Annotated[
         str, typer.Option(help="The model to draft for: its tokenizer, vocabulary and context are taken.")
     ] = "smollm2-135m",
-    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
+    examples: learning.Examples = None,
+    epochs: learning.Epochs = 1,
     width: Annotated[
         int, typer.Option(min=32, help="Of the hidden states, a multiple of 32; embedding rows are as wide.")
     ] = 160,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
-    accumulate: Annotated[int, typer.Option(min=1, help="Forward passes per update.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    batch_size: learning.BatchSize = 12,
+    accumulate: learning.Accumulate = 1,
+    learning_rate: learning.LearningRate = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Updates over which the rate rises.")] = 100,
     device: options.Device = "cpu",
     dtype: Annotated[options.DType, typer.Option(help="Compute dtype; weights are float32.")] = options.DType.float32,
     seed: Annotated[int, typer.Option(min=0, help="Of the fresh weights, and of the order of examples.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 500,
-    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+    save_every: learning.SaveEvery = 500,
+    resume: learning.Resume = False,
 ) -> None:
     """Train a small Llama from nothing to draft for a base on a task: the other way to have drafts, for comparison.
 

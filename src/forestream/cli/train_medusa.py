@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import learning, options
 from forestream.cli.progress import counted
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ScheduleName(StrEnum):
 def train_medusa(
     adapter: options.Adapter,
     output: Annotated[Path, typer.Option(help="Folder to write; bench --medusa takes it.")],
-    task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: learning.Task = "e2e",
     data_dir: options.DataDir = None,
     base: options.Base = None,
     heads: Annotated[int, typer.Option(min=1, max=64, help="How many; head j foretells what stream j does.")] = 4,
@@ -46,11 +46,11 @@ def train_medusa(
         ),
     ] = Projection.own,
     decay: Annotated[float, typer.Option(min=0.0, help="Head j weighs this to the power of j.")] = 0.8,
-    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
-    accumulate: Annotated[int, typer.Option(min=1, help="Forward passes per update.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    examples: learning.Examples = None,
+    epochs: learning.Epochs = 1,
+    batch_size: learning.BatchSize = 12,
+    accumulate: learning.Accumulate = 1,
+    learning_rate: learning.LearningRate = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Updates until the peak is reached.")] = 20,
     schedule: Annotated[
         ScheduleName, typer.Option(help="How the rate falls from its peak to zero.")
@@ -59,10 +59,10 @@ def train_medusa(
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the heads' weights are trained in float32.")
     ] = options.DType.auto,
-    seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
+    seed: learning.Seed = 0,
+    save_every: learning.SaveEvery = 100,
     log_every: Annotated[int, typer.Option(min=1, help="Updates between lines of the log.")] = 10,
-    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+    resume: learning.Resume = False,
     measure: Annotated[
         int,
         typer.Option(

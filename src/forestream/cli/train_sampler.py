@@ -9,33 +9,28 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import learning, options
 
 
 def train_sampler(
     adapter: options.Adapter,
     output: Annotated[Path, typer.Option(help="Adapter folder to write; may be the same.")],
-    task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: learning.Task = "e2e",
     data_dir: options.DataDir = None,
-    answers: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, help="Learn from the base's own answers, out of this file of `forestream distill`."
-        ),
-    ] = None,
+    answers: learning.Answers = None,
     base: options.Base = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    examples: learning.Examples = None,
+    epochs: learning.Epochs = 1,
+    batch_size: learning.BatchSize = 12,
+    learning_rate: learning.LearningRate = 3e-3,
     device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the sampler's weights are trained in float32.")
     ] = options.DType.auto,
     width: Annotated[int, typer.Option(min=1, help="Of a fresh sampler's inner layer.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
-    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+    seed: learning.Seed = 0,
+    save_every: learning.SaveEvery = 100,
+    resume: learning.Resume = False,
 ) -> None:
     """Train the path sampler of an adapter, and nothing else: LoRA and streams keep every byte.
 
@@ -47,10 +42,7 @@ def train_sampler(
     Example: forestream train-sampler --adapter my-adapter --task e2e --examples 3600 --output my-adapter
     """
     from forestream import checkpoint, provenance
-    from forestream.data import drawn, tokenize
-    from forestream.distillation import AnswerSettings, read_answers
     from forestream.sampler import fit_sampler, save_sampler
-    from forestream.tasks import get_task
     from forestream.training import TrainConfig
 
     dtype = options.dtype_on(device, dtype)
@@ -59,17 +51,12 @@ def train_sampler(
     config = TrainConfig(
         epochs, batch_size, learning_rate=learning_rate, dtype=dtype.value, seed=seed, save_every=save_every
     )
-    told = None if answers is None else AnswerSettings.read(answers, task)
-    rows = get_task(task).examples("train" if told is None else told.split, data_dir)
+    rows, _ = learning.rows_of(task, data_dir, answers)
     model, tokenizer = checkpoint.load(
         adapter, base, options.torch_dtype(dtype), merge=False, device=options.torch_device(device)
     )
-    if answers is not None:
-        used = drawn(
-            read_answers(answers, rows, tokenizer, checkpoint.Manifest.read(adapter).base.fingerprint), seed, examples
-        )
-    else:
-        used = [tokenize(tokenizer, row) for row in drawn(rows, seed, examples)]
+    base_print = checkpoint.Manifest.read(adapter).base.fingerprint
+    used = learning.tokens_of(tokenizer, rows, answers, base_print, seed, examples)
     run = output.parent / f"{output.name}.run"
     report = fit_sampler(model, used, tokenizer.eos_token_id, run, config, width, resume)
     save_sampler(model, adapter, output, {**made, "task": task, **report})

@@ -9,26 +9,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import learning, options
 
 
 def train_scorer(
     adapter: options.Adapter,
     output: Annotated[Path, typer.Option(help="Adapter folder to write; may be the same.")],
-    task: Annotated[str, typer.Option(help="Whose texts: e2e, sql, dialogsum or synthetic.")] = "e2e",
+    task: learning.Task = "e2e",
     data_dir: options.DataDir = None,
     base: options.Base = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="How many examples to use; all by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 12,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    examples: learning.Examples = None,
+    epochs: learning.Epochs = 1,
+    batch_size: learning.BatchSize = 12,
+    learning_rate: learning.LearningRate = 1e-3,
     device: options.Device = "cpu",
     dtype: Annotated[
         options.DType, typer.Option(help="Compute dtype; the scorer's weights are trained in float32.")
     ] = options.DType.auto,
-    seed: Annotated[int, typer.Option(help="Of the choice and the order of examples.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Updates between checkpoints.")] = 100,
-    resume: Annotated[bool, typer.Option(help="Continue the last checkpoint of an interrupted run.")] = False,
+    seed: learning.Seed = 0,
+    save_every: learning.SaveEvery = 100,
+    resume: learning.Resume = False,
 ) -> None:
     """Train the exit scorer of an adapter further, and nothing else: LoRA and streams keep every byte.
 

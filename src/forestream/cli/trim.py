@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import learning, options
 from forestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def trim(
     Example: forestream trim --adapter my-adapter --task e2e --size 4096 --output my-trimmed-adapter
     """
     from forestream import checkpoint, provenance
-    from forestream.distillation import AnswerSettings, read_answers
+    from forestream.distillation import read_answers
     from forestream.revision import revise
     from forestream.tasks import get_task
     from forestream.vocabulary import DraftVocabulary
@@ -58,8 +58,7 @@ def trim(
     manifest = checkpoint.Manifest.read(adapter)
     if not manifest.config.streams:
         raise ConfigError("this adapter has 0 streams and drafts nothing; give one that was trained with streams")
-    told = None if answers is None else AnswerSettings.read(answers, task)
-    rows = get_task(task).examples("train" if told is None else told.split, data_dir)
+    rows, _ = learning.rows_of(task, data_dir, answers)
     model, tokenizer = checkpoint.load(adapter, base, merge=False)
     if answers is not None:
         told_by = read_answers(answers, rows, tokenizer, manifest.base.fingerprint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import Trainer, TrainingArguments, set_seed
 
 from forestream import checkpoint, processes, runs
 from forestream.bases import usual_dtype
-from forestream.cache import PassCache, StreamCache
-from forestream.compiled import EagerLayers
 from forestream.config import JsonConfig, StreamConfig, in_range, one_of, whole
 from forestream.data import TARGETS, Collator, Targets, TokenDataset, Tokens, grouped_order, nothing, restrict_drafts
 from forestream.errors import ConfigError, DataError
 from forestream.model import StreamingLM
 from forestream.objective import JointLoss, LossConfig, TargetBatch, batch_pass, count_targets, joint_loss
-from forestream.ports import LayerInputs
+from forestream.recomputed import RecomputedLayers
 from forestream.runs import LogFile
 
 
@@ -111,25 +107,6 @@ def training_model(base: Any, config: StreamConfig) -> StreamingLM:
             # Autocast picks the compute dtype; without this PEFT would lift every activation to float32.
             module.cast_input_dtype_enabled = False
     return model
-
-
-class RecomputedLayers(EagerLayers):
-    """Layers whose activations are not kept: each runs again when its gradients are wanted."""
-
-    def __call__(
-        self,
-        layers: range,
-        states: Float[Tensor, "B Q D"],
-        inputs: Mapping[int, LayerInputs],
-        cache: StreamCache | PassCache | None,
-    ) -> Float[Tensor, "B Q D"]:
-        """As they are where no gradients are taken."""
-        if not torch.is_grad_enabled():
-            return super().__call__(layers, states, inputs, cache)
-        for i in layers:
-            # Not the host's own switch: it drops the cache, which maps values where they are rotated.
-            states = recomputed(self.port.run, i, states, inputs[i], cache, use_reentrant=False)
-        return states
 
 
 class Objective(nn.Module):

@@ -17,7 +17,8 @@ from forestream.data import Collator, TokenDataset, Tokens
 from forestream.model import PassOutput, StreamingLM
 from forestream.objective import LossConfig, TargetBatch, batch_pass, joint_loss
 from forestream.plan import Activations, Measured, Plan, Sizes, batches_of, layered, memory_of, planned, rows_of
-from forestream.training import RecomputedLayers, TrainConfig
+from forestream.recomputed import RecomputedLayers
+from forestream.training import TrainConfig
 
 QUANTILES: Final = (0.1, 0.5, 1.0)
 """Of the sizes of the passes: which ones are run. The largest shows the peak of memory."""

@@ -30,7 +30,8 @@ from forestream.plan import (
     seconds_for,
     without_streams,
 )
-from forestream.training import RecomputedLayers, StreamTrainer, TrainConfig, collator, fit, ordered, usable
+from forestream.recomputed import RecomputedLayers
+from forestream.training import StreamTrainer, TrainConfig, collator, fit, ordered, usable
 from forestream.trial import Trial, kept_bytes, one_pass
 from wrapped import prompt, trainable, trained
 

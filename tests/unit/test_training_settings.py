@@ -18,7 +18,8 @@ from forestream.model import StreamingLM
 from forestream.objective import LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
 from forestream.recipes import Recipe
-from forestream.training import RecomputedLayers, TrainConfig, fit, training_model
+from forestream.recomputed import RecomputedLayers
+from forestream.training import TrainConfig, fit, training_model
 from wrapped import SMALL, prompt, shake, trainable, trained
 
 TEXTS = [Tokens(prompt(3 + i % 3, seed=i), prompt(4 + i % 4, seed=50 + i)) for i in range(8)]

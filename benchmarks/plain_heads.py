@@ -20,6 +20,7 @@ import torch
 from forestream import checkpoint, provenance, recipes
 from forestream.bases import fingerprint, load_base
 from forestream.data import drawn, template_of, tokenize
+from forestream.manifest import BaseModel
 from forestream.rivals.medusa import MedusaConfig, MedusaHeads
 from forestream.rivals.medusa_folder import save_heads
 from forestream.rivals.medusa_training import HeadsObjective
@@ -42,9 +43,7 @@ def main(arguments: list[str]) -> None:
     rows = get_task(recipe.task).examples("train", given.data_dir)
     host, tokenizer = load_base(recipe.base, getattr(torch, recipe.training.dtype))
     template = template_of(tokenizer, rows)
-    origin = checkpoint.BaseModel(
-        recipe.base, host.config.model_type, fingerprint(host), recipe.training.dtype, template
-    )
+    origin = BaseModel(recipe.base, host.config.model_type, fingerprint(host), recipe.training.dtype, template)
     examples = [tokenize(tokenizer, row) for row in drawn(rows, recipe.training.seed, recipe.examples)]
     torch.manual_seed(recipe.training.seed)
     model = training_model(host, twin)

@@ -17,6 +17,7 @@ from forestream.bases import fingerprint, load_base
 from forestream.config import StreamConfig
 from forestream.drafting import FullTree
 from forestream.export import export_vllm
+from forestream.manifest import BaseModel
 from forestream.model import StreamingLM
 from forestream.paths import Paths
 from forestream.vocabulary import DraftVocabulary
@@ -69,7 +70,7 @@ def exported(
     stock.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     base, _ = load_base(str(folder / "base"))
-    origin = checkpoint.BaseModel(str(folder / "base"), family, fingerprint(base))
+    origin = BaseModel(str(folder / "base"), family, fingerprint(base))
     config = {"streams": STREAMS, "stream_layers": 2, "lora_rank": 4, "lora_alpha": 8, "scorer_rank": 0, **changes}
     model = StreamingLM(base, StreamConfig(**config))
     model.add_lora()

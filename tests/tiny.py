@@ -13,6 +13,7 @@ import zoo
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
 from forestream.config import StreamConfig
+from forestream.manifest import BaseModel
 from forestream.model import StreamingLM
 
 UNKNOWN, END = "<unk>", "<end>"
@@ -58,7 +59,7 @@ def tiny_adapter(folder: Path, base: Path | None = None, **changes: Any) -> Path
     """
     base = base or tiny_base(folder.with_name(f"{folder.name}-base"))
     host, _ = load_base(str(base))
-    origin = checkpoint.BaseModel(str(base), host.config.model_type, fingerprint(host))
+    origin = BaseModel(str(base), host.config.model_type, fingerprint(host))
     settings = {"streams": 3, "stream_layers": 2, "lora_rank": 4, "lora_alpha": 8, **changes}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,77 +30,22 @@ from transformers import PreTrainedTokenizerBase
 
 from forestream import card
 from forestream.bases import fingerprint, load_base
-from forestream.config import JsonConfig, Quantise, StreamConfig
+from forestream.config import Quantise
 from forestream.data import template_print
 from forestream.errors import CheckpointError, ConfigError, PrecisionWarning
+from forestream.manifest import MANIFEST, BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.processes import is_first, whole
 from forestream.quantised import quantise as quantise_model
 from forestream.vocabulary import DraftVocabulary
 
-FORMAT = 1
 VOCABULARY = "vocabulary.ids"
 """A tensor of `STREAMS` that may be missing: without it, streams draft any token."""
 SAMPLER = ("sampler.state", "sampler.token", "sampler.up")
 """Tensors of `STREAMS` that may be missing together: without them, streams draft by themselves."""
-LORA, STREAMS, MANIFEST, PROVENANCE = (
-    "adapter_model.safetensors",
-    "streams.safetensors",
-    "forestream.json",
-    "provenance.json",
-)
+LORA, STREAMS, PROVENANCE = "adapter_model.safetensors", "streams.safetensors", "provenance.json"
 FILES = (LORA, "adapter_config.json", STREAMS, MANIFEST, PROVENANCE, card.FILE)
 """The adapter's own files: what is copied and sent to a hub."""
-
-
-@dataclass(frozen=True)
-class BaseModel(JsonConfig):
-    """The base that an adapter belongs to: its name, its family and a print of its weights.
-
-    Attributes:
-        precision: of its weights while the adapter was trained: a dtype's name, int8 or int4; None if not recorded.
-        chat_template: print of the chat template that training prompts were rendered with; None if they were plain
-            texts, or if it was not recorded.
-    """
-
-    name: str
-    family: str
-    fingerprint: str
-    precision: str | None = None
-    chat_template: str | None = None
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `forestream.json` holds."""
-
-    config: StreamConfig
-    base: BaseModel
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-
-    @staticmethod
-    def read(folder: Path) -> Manifest:
-        """Raises:
-        CheckpointError: the folder or its manifest is missing, malformed or of another format.
-        """
-        if not folder.is_dir():
-            raise CheckpointError(f"no adapter folder at {folder}; give one that `forestream train` wrote")
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise CheckpointError(f"{folder} holds no {MANIFEST}; is it a folder that `forestream train` wrote?")
-        try:
-            values: dict[str, Any] = json.loads(path.read_text())
-            if (found := values.pop("format", None)) != FORMAT:
-                raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
-            if set(values) != {"config", "base"}:
-                raise CheckpointError(f"{path} holds {sorted(values)}; expected 'base' and 'config'")
-            if missing := sorted({field.name for field in fields(StreamConfig)} - set(values["config"])):
-                raise CheckpointError(f"{path} lacks the settings {', '.join(missing)}; the adapter cannot be rebuilt")
-            return Manifest(StreamConfig.from_dict(values["config"]), BaseModel.from_dict(values["base"]))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path} is malformed: {error}") from error
 
 
 def own_tensors(model: StreamingLM) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forestream.bases import load_base
-from forestream.checkpoint import Manifest, load, own_tensors, written
+from forestream.checkpoint import load, own_tensors, written
 from forestream.errors import CheckpointError, UnsupportedModel
+from forestream.manifest import Manifest
 from forestream.vllm.exported import ARCHITECTURES, COPIES, FAMILIES, FORMAT, KEY, SAMPLER, START, STREAMS, VOCABULARY
 
 # These choose their frequencies by the longest text of a pass, which other engines do in ways of their own.

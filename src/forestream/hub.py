@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from forestream.checkpoint import FILES, MANIFEST, copy_adapter
+from forestream.checkpoint import FILES, copy_adapter
 from forestream.errors import CheckpointError
+from forestream.manifest import MANIFEST
 
 _NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forestream import checkpoint
-from forestream.checkpoint import FILES, PROVENANCE, STREAMS, Manifest
+from forestream.checkpoint import FILES, PROVENANCE, STREAMS
 from forestream.data import Tokens
+from forestream.manifest import Manifest
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig
 from forestream.training import TrainConfig, fit

@@ -19,6 +19,7 @@ from forestream.config import DecodeSettings, StreamConfig
 from forestream.data import prompt_ids
 from forestream.evaluation import outputs
 from forestream.generation import Generation, Generator
+from forestream.manifest import BaseModel
 from forestream.packing import Pack
 from forestream.pruning import keep_rule
 from forestream.steps import Counters
@@ -51,7 +52,7 @@ class Adapters:
 
 def fresh_adapter(base: Path, folder: Path, **changes: Any) -> Path:
     host, _ = load_base(str(base))
-    origin = checkpoint.BaseModel(str(base), host.config.model_type, fingerprint(host))
+    origin = BaseModel(str(base), host.config.model_type, fingerprint(host))
     torch.manual_seed(0)
     model = training_model(host, StreamConfig(stream_layers=2, **changes))
     checkpoint.save(model, folder, origin, {}, torch.float32)

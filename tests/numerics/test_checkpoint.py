@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
-from forestream.checkpoint import LORA, MANIFEST, PROVENANCE, STREAMS, BaseModel, Manifest
+from forestream.checkpoint import LORA, PROVENANCE, STREAMS
 from forestream.config import DecodeSettings, StreamConfig
 from forestream.decode import decode
 from forestream.errors import CheckpointError
+from forestream.manifest import MANIFEST, BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from tiny import tiny_bases

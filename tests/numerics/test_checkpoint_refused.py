@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
-from forestream.checkpoint import LORA, MANIFEST, STREAMS, Manifest
+from forestream.checkpoint import LORA, STREAMS
 from forestream.errors import CheckpointError, ConfigError
+from forestream.manifest import MANIFEST, Manifest
 from tiny import tiny_adapter, tiny_base
 
 

@@ -14,6 +14,7 @@ from forestream.config import Compile, DecodeSettings, SamplingSettings
 from forestream.decode import decode
 from forestream.drafting import BudgetTree, DraftTree, drafter_for
 from forestream.errors import CheckpointError, ConfigError, UnsupportedModel
+from forestream.manifest import Manifest
 from forestream.model import StreamingLM
 from forestream.ports import port_for
 from forestream.requests import Request
@@ -220,7 +221,7 @@ def test_an_adapter_keeps_its_vocabulary(tmp_path: Any) -> None:
     assert model.vocabulary is None
     vocabulary = halved(model)
     model.restrict(vocabulary)
-    origin = checkpoint.Manifest.read(folder).base
+    origin = Manifest.read(folder).base
     checkpoint.save(model, tmp_path / "b", origin, {})
     stored = load_file(tmp_path / "b" / checkpoint.STREAMS)[checkpoint.VOCABULARY]
     assert stored.dtype == torch.int32
@@ -246,7 +247,7 @@ def test_another_adapters_vocabulary_comes_and_goes_with_its_weights(tmp_path: A
 def test_a_training_that_begins_from_an_adapter_keeps_its_own_vocabulary(tmp_path: Any) -> None:
     folder = tiny_adapter(tmp_path / "a")
     with_ids(folder, torch.tensor([1, 5, 9], dtype=torch.int32))
-    manifest = checkpoint.Manifest.read(folder)
+    manifest = Manifest.read(folder)
     for own in (None, DraftVocabulary([2, 3], 97)):
         host, _ = checkpoint.load_base(manifest.base.name)
         model = StreamingLM(host, manifest.config)

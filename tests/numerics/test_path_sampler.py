@@ -16,7 +16,7 @@ from batch import together
 from forestream import checkpoint, objective
 from forestream.acceptance import record, simulate
 from forestream.calibration import replay, score_text
-from forestream.checkpoint import LORA, MANIFEST, PROVENANCE, SAMPLER, STREAMS
+from forestream.checkpoint import LORA, PROVENANCE, SAMPLER, STREAMS
 from forestream.cli import app
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.data import Collator, Tokens
@@ -24,6 +24,7 @@ from forestream.decode import decode
 from forestream.drafting import BudgetTree, DraftTree, drafter_for
 from forestream.errors import CheckpointError, ConfigError
 from forestream.generation import Generator
+from forestream.manifest import MANIFEST, Manifest
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig, batch_pass, joint_loss, tokens_before
 from forestream.packing import Pack
@@ -352,7 +353,7 @@ def test_another_adapters_sampler_comes_and_goes_with_its_weights(tmp_path: Path
     plain = tiny.tiny_adapter(tmp_path / "a")
     model, _ = checkpoint.load(plain, merge=False)
     equipped(model)
-    origin = checkpoint.Manifest.read(plain).base
+    origin = Manifest.read(plain).base
     checkpoint.save(model, tmp_path / "b", origin, {})
     loaded, _ = checkpoint.load(tmp_path / "b", merge=False)
     assert loaded.sampler is not None
@@ -360,7 +361,7 @@ def test_another_adapters_sampler_comes_and_goes_with_its_weights(tmp_path: Path
     checkpoint.read_weights(loaded, plain)
     assert loaded.sampler is None
     host, _ = checkpoint.load_base(origin.name)
-    fresh = StreamingLM(host, checkpoint.Manifest.read(plain).config)
+    fresh = StreamingLM(host, Manifest.read(plain).config)
     fresh.add_lora()
     checkpoint.begin_from(fresh, tmp_path / "b", origin.fingerprint)
     assert fresh.sampler is None
@@ -371,7 +372,7 @@ def test_a_sampler_that_does_not_fit_is_refused(tmp_path: Path, change: str) -> 
     folder = tiny.tiny_adapter(tmp_path / "a")
     model, _ = checkpoint.load(folder, merge=False)
     equipped(model)
-    checkpoint.save(model, folder, checkpoint.Manifest.read(folder).base, {})
+    checkpoint.save(model, folder, Manifest.read(folder).base, {})
     tensors = load_file(folder / STREAMS)
     if change == "part":
         del tensors["sampler.state"]

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from forestream import checkpoint, weights
 from forestream.bases import load_base
-from forestream.checkpoint import MANIFEST
 from forestream.compiled import has_compiler
 from forestream.config import DecodeSettings, Quantise
 from forestream.decode import decode
 from forestream.drafting import drafter_for
 from forestream.errors import CheckpointError, ConfigError, PrecisionWarning
 from forestream.generation import Generator
+from forestream.manifest import MANIFEST, BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.quantised import quantise
 from forestream.steps import Counters, tokens_of
@@ -332,9 +332,9 @@ def test_another_precision_is_warned_of_once(
 
 def test_training_records_its_precision(tmp_path: Path) -> None:
     model, tokens = wrapped("llama", merge=False), {"command": "forestream train"}
-    origin = checkpoint.BaseModel("some/base", "llama", "0" * 64, "bfloat16")
+    origin = BaseModel("some/base", "llama", "0" * 64, "bfloat16")
     checkpoint.save(model, tmp_path / "adapter", origin, tokens)
-    assert checkpoint.Manifest.read(tmp_path / "adapter").base == origin
+    assert Manifest.read(tmp_path / "adapter").base == origin
 
 
 # --- bases that the host library quantised --------------------------------------------------------------------

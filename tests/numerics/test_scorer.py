@@ -11,10 +11,11 @@ from typer.testing import CliRunner, Result
 
 import tiny
 from forestream import checkpoint
-from forestream.checkpoint import LORA, MANIFEST, PROVENANCE, STREAMS
+from forestream.checkpoint import LORA, PROVENANCE, STREAMS
 from forestream.cli import app
 from forestream.data import Tokens
 from forestream.errors import ConfigError
+from forestream.manifest import MANIFEST
 from forestream.scorer import fit_scorer, save_scorer
 from forestream.training import TrainConfig
 from wrapped import prompt, shake, trainable

@@ -16,6 +16,7 @@ from forestream.cli.options import SHIPPED
 from forestream.config import DecodeSettings, StreamConfig
 from forestream.decode import decode
 from forestream.generation import Generator
+from forestream.manifest import BaseModel
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.steps import Step, tokens_of
@@ -36,7 +37,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def adapter_on(base: Path, folder: Path, seed: int = 1, **changes: Any) -> Path:
     """A random adapter of float32 weights."""
     host, _ = load_base(str(base))
-    origin = checkpoint.BaseModel(str(base), host.config.model_type, fingerprint(host))
+    origin = BaseModel(str(base), host.config.model_type, fingerprint(host))
     model = StreamingLM(host, StreamConfig(**{**SMALL, **changes}))
     model.add_lora()
     shake(model, seed, scale=0.05)

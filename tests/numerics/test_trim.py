@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import tiny
-from forestream.checkpoint import LORA, MANIFEST, PROVENANCE, STREAMS, VOCABULARY
+from forestream.checkpoint import LORA, PROVENANCE, STREAMS, VOCABULARY
 from forestream.cli import app
 from forestream.generation import Generator
+from forestream.manifest import MANIFEST
 from forestream.tasks import get_task
 
 SAME = (LORA, MANIFEST, "adapter_config.json")

@@ -14,6 +14,7 @@ from forestream import card, checkpoint
 from forestream.bench.report import markdown
 from forestream.cli import app, options
 from forestream.config import StreamConfig
+from forestream.manifest import Manifest
 from forestream.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +188,7 @@ def test_records_of_other_adapters_and_of_nothing_are_refused(adapter: Path, tmp
 def test_the_shipped_card_is_what_its_records_say() -> None:
     """Written by the command, never by hand."""
     folder = ROOT / options.SHIPPED
-    manifest = checkpoint.Manifest.read(folder)
+    manifest = Manifest.read(folder)
     made = json.loads((folder / checkpoint.PROVENANCE).read_text())
     names = ("e2e-quality-joint", "e2e-test-float32")
     records = [json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in names]

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import tiny
-from forestream.checkpoint import PROVENANCE, STREAMS, VOCABULARY, Manifest
+from forestream.checkpoint import PROVENANCE, STREAMS, VOCABULARY
 from forestream.cli import app
 from forestream.cli.train import train
+from forestream.manifest import Manifest
 from forestream.objective import LossConfig
 from forestream.recipes import Recipe
 from forestream.training import TrainConfig

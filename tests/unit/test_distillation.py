@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from forestream import checkpoint
 from forestream.bases import fingerprint, load_base
-from forestream.checkpoint import Manifest
 from forestream.cli import app
 from forestream.config import DecodeSettings, StreamConfig
 from forestream.data import Tokens, drawn, prompt_ids, template_print
@@ -19,6 +18,7 @@ from forestream.distillation import AnswerSettings, base_generator, read_answers
 from forestream.errors import CheckpointError, ConfigError, DataError
 from forestream.evaluation import conversation, outputs
 from forestream.generation import Generator
+from forestream.manifest import BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.tasks import Example
 from tiny import tiny_adapter, tiny_base
@@ -326,7 +326,7 @@ def test_a_conversation_goes_on_from_the_models_own_answers(
 
 def adapter_for_chats(base: Path, folder: Path, template: str | None) -> Path:
     host, _ = load_base(str(base))
-    origin = checkpoint.BaseModel(str(base), host.config.model_type, fingerprint(host), "float32", template)
+    origin = BaseModel(str(base), host.config.model_type, fingerprint(host), "float32", template)
     model = StreamingLM(host, StreamConfig(**SMALL))
     model.add_lora()
     checkpoint.save(model, folder, origin, {})

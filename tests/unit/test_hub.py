@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import tiny
-from forestream.checkpoint import FILES, MANIFEST, STREAMS, copy_adapter
+from forestream.checkpoint import FILES, STREAMS, copy_adapter
 from forestream.errors import CheckpointError
 from forestream.generation import Generator
 from forestream.hub import find
+from forestream.manifest import MANIFEST
 
 PROMPT = "name[Zizzi] ->"
 

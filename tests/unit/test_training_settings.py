@@ -11,9 +11,10 @@ from torch import Tensor
 import zoo
 from forestream import checkpoint, recipes
 from forestream.bases import fingerprint
-from forestream.checkpoint import BaseModel, begin_from
+from forestream.checkpoint import begin_from
 from forestream.data import Collator, Tokens
 from forestream.errors import CheckpointError
+from forestream.manifest import BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
@@ -261,7 +262,7 @@ def test_a_joint_lora_starts_whatever_streams(tmp_path: Path, changes: dict[str,
     earlier = trained(saved(tmp_path / "first"))
     base = zoo.HOSTS["llama"]()
     fresh = trainable(base, seed=9, **changes)
-    known = checkpoint.Manifest.read(tmp_path / "first").base.fingerprint
+    known = Manifest.read(tmp_path / "first").base.fingerprint
     begin_from(fresh, tmp_path / "first", known)
     for name, parameter in trained(fresh).items():
         assert torch.equal(parameter, earlier[name].bfloat16().float()), name
@@ -269,7 +270,7 @@ def test_a_joint_lora_starts_whatever_streams(tmp_path: Path, changes: dict[str,
 
 def test_a_lossless_lora_starts_on_its_own_layers_only(tmp_path: Path) -> None:
     saved(tmp_path / "first", mode="lossless")
-    known = checkpoint.Manifest.read(tmp_path / "first").base.fingerprint
+    known = Manifest.read(tmp_path / "first").base.fingerprint
     with pytest.raises(CheckpointError, match="it was trained with stream_layers 2, not 3"):
         begin_from(trainable("llama", mode="lossless", stream_layers=3), tmp_path / "first", known)
 

@@ -37,7 +37,8 @@ def card(
     """
     from forestream.bench.report import markdown
     from forestream.card import FILE, render
-    from forestream.checkpoint import PROVENANCE, Manifest
+    from forestream.checkpoint import PROVENANCE
+    from forestream.manifest import Manifest
 
     manifest = Manifest.read(adapter)
     name = adapter.resolve().name

@@ -99,7 +99,7 @@ def _writer(
         CheckpointError: the adapter or its base cannot be loaded.
     """
     if adapter is not None:
-        from forestream.checkpoint import Manifest
+        from forestream.manifest import Manifest
 
         manifest = Manifest.read(adapter)
         if manifest.config.mode != "lossless":

@@ -345,8 +345,8 @@ def load_generator(
     with console.status("loading the libraries"):
         from transformers.utils import logging
 
-        from forestream.checkpoint import Manifest
         from forestream.generation import Generator
+        from forestream.manifest import Manifest
     manifest = Manifest.read(adapter)  # before anything that takes long
     logging.disable_progress_bar()
     name = base or manifest.base.name

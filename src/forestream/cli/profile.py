@@ -59,7 +59,7 @@ def measure(
     context: int = 128,
 ) -> Profile:
     """The profile of a loaded model, behind a progress bar."""
-    from forestream.checkpoint import Manifest
+    from forestream.manifest import Manifest
     from forestream.profiling import ROUNDS, ROWS
     from forestream.profiling import profile as run
     from forestream.tuning import this_setup

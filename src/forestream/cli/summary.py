@@ -57,7 +57,7 @@ def lora_parameters(folder: Path) -> int:
 
 def summary(folder: Path, model: StreamingLM) -> dict[str, Any]:
     """The adapter as a record."""
-    from forestream.checkpoint import Manifest
+    from forestream.manifest import Manifest
 
     manifest = Manifest.read(folder)
     parts = extra_parts(model)

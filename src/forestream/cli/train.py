@@ -14,6 +14,7 @@ from rich.console import Console
 
 from forestream.cli import learning, options
 from forestream.errors import ConfigError
+from forestream.manifest import BaseModel
 
 if TYPE_CHECKING:
     from forestream.model import StreamingLM
@@ -219,7 +220,7 @@ class _Run:
             half = max(1, host.config.num_hidden_layers // 2)
             recipe = replace(recipe, streams=replace(recipe.streams, stream_layers=half))
         self.recipe = recipe
-        self.origin = checkpoint.BaseModel(
+        self.origin = BaseModel(
             recipe.base, host.config.model_type, fingerprint(host), config.dtype, template_of(tokenizer, rows)
         )
         torch.manual_seed(config.seed)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from forestream.cli import learning, options
+from forestream.manifest import Manifest
 
 
 def train_sampler(
@@ -55,7 +56,7 @@ def train_sampler(
     model, tokenizer = checkpoint.load(
         adapter, base, options.torch_dtype(dtype), merge=False, device=options.torch_device(device)
     )
-    base_print = checkpoint.Manifest.read(adapter).base.fingerprint
+    base_print = Manifest.read(adapter).base.fingerprint
     used = learning.tokens_of(tokenizer, rows, answers, base_print, seed, examples)
     run = output.parent / f"{output.name}.run"
     report = fit_sampler(model, used, tokenizer.eos_token_id, run, config, width, resume)

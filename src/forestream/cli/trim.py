@@ -12,6 +12,7 @@ from rich.table import Table
 
 from forestream.cli import learning, options
 from forestream.errors import ConfigError
+from forestream.manifest import Manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +56,7 @@ def trim(
 
     made = provenance.collect()
     checkpoint.check_output(output)
-    manifest = checkpoint.Manifest.read(adapter)
+    manifest = Manifest.read(adapter)
     if not manifest.config.streams:
         raise ConfigError("this adapter has 0 streams and drafts nothing; give one that was trained with streams")
     rows, _ = learning.rows_of(task, data_dir, answers)

@@ -61,7 +61,7 @@ def tree_form(settings: DecodeSettings) -> str:
 def heading(adapter: Path, generator: Generator) -> dict[str, Any]:
     """What every record begins with: adapter, base, dtype, settings and provenance."""
     from forestream import provenance
-    from forestream.checkpoint import Manifest
+    from forestream.manifest import Manifest
 
     base = Manifest.read(adapter).base
     dtype = next(generator.model.host.parameters()).dtype

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from forestream import checkpoint
 from forestream.acceptance import Trace, rates
-from forestream.checkpoint import LORA, PROVENANCE, BaseModel, Manifest
+from forestream.checkpoint import LORA, PROVENANCE
 from forestream.config import Shape
 from forestream.cost import best_static_tree
 from forestream.errors import CheckpointError, ConfigError
+from forestream.manifest import BaseModel, Manifest, values_of
 from forestream.model import StreamingLM
 from forestream.rivals.medusa import MedusaConfig, MedusaHeads
 
@@ -75,14 +76,9 @@ class HeadsManifest:
         path = folder / MANIFEST
         if not path.is_file():
             raise CheckpointError(f"{folder} holds no {MANIFEST}; give a folder that `forestream train-medusa` wrote")
-        try:
-            values: dict[str, Any] = json.loads(path.read_text())
-            if (found := values.pop("format", None)) != FORMAT:
-                raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
+        with values_of(path, FORMAT) as values:
             config, base = MedusaConfig.from_dict(values.pop("config")), BaseModel.from_dict(values.pop("base"))
             return HeadsManifest(config, base, **values)
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{path} is malformed: {error}") from error
 
 
 def adapter_print(adapter: Path, manifest: Manifest) -> str:

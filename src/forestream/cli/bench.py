@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
 from forestream.cli.summary import provenance_of
@@ -137,18 +137,18 @@ def bench(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
+    generator = loading.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     generator.schedule = options.schedule_of(found, decoding)
     generator.sampling = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     # Methods that differ in a number only share what was loaded.
-    stock = cache(partial(options.load_host, adapter, base, dtype, device, quantise))
+    stock = cache(partial(loading.load_host, adapter, base, dtype, device, quantise))
     small = assistant = None
     if draft_model is not None:
         small = cache(partial(_draft_model, draft_model, dtype, device, compile))
         assistant = cache(partial(_assistant, draft_model, dtype, device))
 
     def other(dtype: str) -> Generator:
-        return options.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
+        return loading.load_generator(adapter, base, options.DType(dtype), decoding, device, compile, quantise)
 
     rival = None if medusa is None else Medusa.load(medusa, generator)
     names = [name.strip() for name in methods.split(",")]
@@ -249,7 +249,7 @@ def _measured(
 
 def _draft_model(name: str, dtype: options.DType, device: str, form: options.CompileForm) -> Generator:
     """A small model that drafts, prepared as the model it drafts for is. Errors as of `load_base_generator`."""
-    return options.load_base_generator(name, dtype, device, form)[0]
+    return loading.load_base_generator(name, dtype, device, form)[0]
 
 
 def _assistant(name: str, dtype: options.DType, device: str) -> Generator:

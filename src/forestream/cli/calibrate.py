@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
 from forestream.config import DecodeSettings
@@ -70,7 +70,7 @@ def calibrate(
     )
     rules = _rules(settings, thresholds, sizes)
     examples = chosen.grouped(split, data_dir)[:limit]
-    generator = options.load_generator(folder, base, dtype, settings, device, compile, quantise)
+    generator = loading.load_generator(folder, base, dtype, settings, device, compile, quantise)
     texts: list[tuple[Scored, ...]] = []
     with counted("scoring the trees of every place", len(examples)) as advance:
         for prompt in prompts_of(generator.tokenizer, examples):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.writing import ACCEPTED, OWN, figures, heading, tree_form
 
@@ -106,7 +106,7 @@ def demo(
     folder = options.shipped_adapter(adapter)
     tuned = options.tuned(settings, folder, dtype, device, compile, quantise)
     decoding = options.settings_from(tuned, nodes=nodes, max_new_tokens=max_new_tokens)
-    generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
+    generator = loading.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     console = Console(highlight=False)
     prompts = tuple(prompt) if prompt else PROMPTS
     with Console(stderr=True).status("warming up: compiling, and one text by each method, not counted"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.progress import counted
 from forestream.errors import ConfigError
 
@@ -107,5 +107,5 @@ def _writer(
                 f"{adapter} is a {manifest.config.mode} adapter, whose text is not its base's; give a lossless one, or "
                 "none"
             )
-        return options.load_generator(adapter, base, dtype, None, device, compile), manifest.base.fingerprint
-    return options.load_base_generator(base or "smollm2-135m", dtype, device, compile)
+        return loading.load_generator(adapter, base, dtype, None, device, compile), manifest.base.fingerprint
+    return loading.load_base_generator(base or "smollm2-135m", dtype, device, compile)

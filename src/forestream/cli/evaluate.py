@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
 from forestream.errors import ConfigError
@@ -105,7 +105,7 @@ def evaluate(
     form = options.CompileForm.off if way == Way.batched else compile
 
     def write(folder: Path, examples: list[Example]) -> Written:
-        generator = options.load_generator(folder, base, dtype, settings, device, form, quantise)
+        generator = loading.load_generator(folder, base, dtype, settings, device, form, quantise)
         with counted(f"inputs, {folder.name}", len(examples)) as advance:
             found = outputs(generator, examples, way.value, batch_size, advance)
         run = {"adapter": folder.resolve().name, "task": task, "split": split, "inputs": len(examples)}

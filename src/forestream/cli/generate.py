@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.prompts import numbered_lines
 from forestream.cli.writing import figures, heading, speed_line
@@ -106,7 +106,7 @@ def generate(
     if stream and batch_size > 1:
         raise ConfigError("--stream shows one text at a time; found --batch-size above 1")
     prompts = _prompts(prompt, file)
-    generator = options.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
+    generator = loading.load_generator(adapter, base, dtype, decoding, device, compile, quantise)
     generator.schedule = options.schedule_of(found, decoding)
     generator.sampling = SamplingSettings(
         temperature=temperature,

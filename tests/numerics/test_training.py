@@ -224,7 +224,7 @@ class Interrupted(Exception):
     [
         ({}, {}),
         ({"mode": "lossless"}, {}),
-        ({}, {"draft_vocabulary": 12}),
+        ({}, {"draft_vocabulary": 12, "sampler_width": 8}),
         ({}, {"stream_rate": 30.0, "schedule": "cosine", "weight_decay": 0.1, "checkpointing": True}),
     ],
 )
@@ -271,6 +271,29 @@ def test_a_draft_vocabulary_is_learned_and_kept_by_checkpoints(tmp_path: Path) -
     assert report["vocabulary"] == {"size": 12, "of": 89}
     stored = load_file(tmp_path / "checkpoint-8" / STREAMS)[VOCABULARY]
     assert stored.tolist() == model.vocabulary.ids.tolist()
+
+
+def test_a_path_sampler_learns_with_the_streams_and_is_kept_by_checkpoints(tmp_path: Path) -> None:
+    """All that is trained differs for it: streams learn beside a sampler what they would not learn alone."""
+    alone, model = trainable("llama"), trainable("llama")
+    run(alone, tmp_path / "alone")
+    report = run(model, tmp_path / "own", sampler_width=8)
+    assert report["sampler"] == {"width": 8, "examples": report["examples"]}
+    assert model.sampler is not None
+    assert model.sampler.up.detach().any()  # it begins at zero
+    stored = load_file(tmp_path / "own" / "checkpoint-8" / STREAMS)
+    assert stored["sampler.up"].shape == (8, model.port.hidden_size)
+    without, beside = trained(alone), trained(model)
+    assert set(without) < set(beside)
+    assert any(not torch.equal(without[name], beside[name]) for name in without)
+
+
+def test_nothing_is_put_into_a_model_without_streams(tmp_path: Path) -> None:
+    twin = trainable("llama", streams=0)
+    report = run(twin, tmp_path, sampler_width=8, draft_vocabulary=12)
+    assert twin.sampler is None
+    assert twin.vocabulary is None
+    assert "sampler" not in report
 
 
 def test_targets_outside_the_vocabulary_count_as_misses(tmp_path: Path) -> None:

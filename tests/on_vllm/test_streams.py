@@ -16,6 +16,7 @@ from forestream.config import DecodeSettings
 from forestream.model import StreamingLM
 from forestream.steps import tokens_of
 from forestream.vllm.models import Streaming
+from forestream.vllm.server import options
 from served import FORCED, HOSTS, STREAMS, chains, counted, exported, texts
 from wrapped import prompt
 
@@ -170,6 +171,24 @@ def test_a_compiled_target_hands_out_its_trunk_too(tmp_path: Path, engine: Any) 
     expect(truths)
     assert texts(streaming, PROMPTS[1:5], 24) == written(truths)
     assert_same_drafts(model, truths)
+
+
+def test_the_more_requests_run_the_fewer_tokens_each_drafts(tmp_path: Path, engine: Any) -> None:
+    folder, model = exported(tmp_path)
+    speculative = options(folder, rows=8)["speculative_config"] | {"model": FORCED}
+    assert speculative["num_speculative_tokens_per_batch_size"] == [(1, 2, 3), (3, 4, 1), (5, 8, 0)]
+    streaming = engine(folder, speculative_config=speculative)
+    truths = told(model, [PROMPTS[1]] * 8, 24)  # texts that go along side by side, and end in one step
+    drafted: dict[int, set[int]] = {}
+    for requests in (8, 4, 2, 8, 1):
+        expect([])
+        assert texts(streaming, PROMPTS[1:2] * requests, 24) == written(truths)[:requests]
+        drafted[requests] = {len(own) for own in Forced.seen.values()}
+        wanted = chains(model, *truths[0])
+        assert all(own == tuple(wanted[text][: len(own)]) for text, own in Forced.seen.items() if text in wanted)
+    assert drafted[8] == set()
+    assert drafted[4] == {1}
+    assert max(drafted[2]) == max(drafted[1]) == STREAMS
 
 
 # --- one engine, asked in many ways ---------------------------------------------------------------------------

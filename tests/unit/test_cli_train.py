@@ -91,6 +91,20 @@ def test_a_draft_vocabulary_is_written_with_the_adapter(recipe: Path, tmp_path: 
     assert VOCABULARY not in load_file(tmp_path / "on" / STREAMS)
 
 
+def test_a_path_sampler_is_trained_with_the_streams_and_told_of(recipe: Path, tmp_path: Path) -> None:
+    output = done("--recipe", recipe, "--output", tmp_path / "own", "training.sampler_width=5")
+    tensors = load_file(tmp_path / "own" / STREAMS)
+    assert tensors["sampler.up"].shape[0] == 5
+    assert tensors["sampler.up"].any()
+    record = provenance(tmp_path / "own")
+    assert record["sampler"]["width"] == 5
+    assert "It has a path sampler, trained on" in (tmp_path / "own" / "README.md").read_text()
+    assert "of streams, scorer and sampler" in output
+    # It was made for those streams, and is not taken over.
+    done("--recipe", recipe, "--output", tmp_path / "on", "start_from=" + str(tmp_path / "own"))
+    assert "sampler.up" not in load_file(tmp_path / "on" / STREAMS)
+
+
 def test_options_go_before_changes_and_changes_before_the_recipe(recipe: Path, tmp_path: Path) -> None:
     changes = ("training.batch_size=12", "examples=12", "training.epochs=2")
     file = tmp_path / "plan.json"

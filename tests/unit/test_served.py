@@ -18,7 +18,7 @@ from forestream.cli import app
 from forestream.errors import CheckpointError, ConfigError
 from forestream.export import export_hf, export_vllm
 from forestream.vllm.exported import KEY
-from forestream.vllm.server import launch
+from forestream.vllm.server import by_load, launch
 from tiny import tiny_adapter
 
 
@@ -82,13 +82,40 @@ def test_fewer_drafts_none_and_eager(folder: Path, installed: None) -> None:
     assert "--enforce-eager" in launch(folder, eager=True).command
 
 
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("rows", [2, 8, 10, 33])
+def test_drafts_by_load_fill_the_rows_and_no_more(drafts: int, rows: int) -> None:
+    schedule = by_load(drafts, rows)
+    assert schedule[0][0] == 1
+    assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
+    assert all(more > fewer for (_, _, more), (_, _, fewer) in pairwise(schedule))
+    assert schedule[-1][2] == 0  # and so for more requests than that
+    for first, last, count in schedule:
+        for requests in range(first, last + 1):
+            assert count == 0 or requests * (1 + count) <= rows
+            assert count == drafts or requests * (2 + count) > rows
+
+
+def test_a_bound_on_rows_reaches_vllm(folder: Path, installed: None) -> None:
+    told = json.loads(options(launch(folder, rows=8).command)["--speculative-config"])
+    assert told["num_speculative_tokens"] == 3
+    assert told["num_speculative_tokens_per_batch_size"] == [[1, 2, 3], [3, 4, 1], [5, 8, 0]]
+
+
+def test_rows_without_room_for_a_draft_are_refused(folder: Path, installed: None) -> None:
+    with pytest.raises(ConfigError, match="expected at least 2"):
+        launch(folder, rows=1)
+
+
 def test_the_command_prints_what_it_would_run(folder: Path, installed: None) -> None:
-    arguments = ["serve", "--model", str(folder), "--drafts", "1", "--dry-run", "--", "--max-model-len", "256"]
+    arguments = ["serve", "--model", str(folder), "--drafts", "1", "--rows", "4", "--dry-run", "--"]
+    arguments += ["--max-model-len", "256"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     words = shlex.split(result.stdout)
     assert words[-2:] == ["--max-model-len", "256"]
     assert str(folder) in words
+    assert "num_speculative_tokens_per_batch_size" in result.stdout
 
 
 def test_the_settings_of_the_cpu_build_are_those_the_user_has_not_made(

@@ -30,6 +30,13 @@ def serve(
     eager: Annotated[
         bool, typer.Option("--eager", help="Compile nothing: starts minutes earlier, and every pass takes longer.")
     ] = False,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens that a step verifies, prompts apart: the more requests run, the fewer each drafts.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the command instead of running it.")] = (
         False
     ),
@@ -43,7 +50,7 @@ def serve(
     """
     from forestream.vllm.server import launch
 
-    started = launch(model, drafts, host, port, eager, further or ())
+    started = launch(model, drafts, host, port, eager, rows, further or ())
     if dry_run:
         typer.echo(started.shell())
         return

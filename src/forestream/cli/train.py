@@ -207,8 +207,8 @@ class _Run:
 
         from forestream import checkpoint
         from forestream.bases import fingerprint, load_base
-        from forestream.data import restrict_drafts, template_of
-        from forestream.training import collator, ordered, training_model, usable
+        from forestream.data import template_of
+        from forestream.training import collator, equip, ordered, training_model, usable
         from forestream.trial import Trial
 
         config = recipe.training.on(options.torch_device(device))
@@ -233,7 +233,7 @@ class _Run:
         )
         self.pad: int = tokenizer.eos_token_id
         used = usable(self.examples, config)
-        restrict_drafts(self.model, used, self.pad, config.draft_vocabulary)
+        equip(self.model, used, self.pad, config)
         collate = collator(recipe.streams.streams, self.pad, config)
         self.trial: Trial = Trial(self.model, ordered(used, config, self.pad), collate, config, recipe.loss)
         self.report: dict[str, Any] = {}
@@ -271,14 +271,15 @@ def _announce(console: Console, run: _Run) -> None:
 
     model, recipe = run.model, run.recipe
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    own = sum(p.numel() for part in (model.start, model.scorer) if part is not None for p in part.parameters())
+    parts = [part for part in (model.start, model.scorer, model.sampler) if part is not None]
+    own = sum(p.numel() for part in parts for p in part.parameters())
     settings = {key: value for key, value in run.record().items() if key != "expected"}
     console.print(yaml.safe_dump(settings, sort_keys=False).rstrip(), markup=False, highlight=False, style="dim")
     weights = ", ".join(f"{name} {weight:.4g}" for name, weight in run.trial.terms.items())
     config = recipe.training
     console.print(
         f"{len(run.examples)} examples, {config.epochs} epochs, batch {config.batch_size} x {config.accumulate}; "
-        f"{trained - own:,} LoRA parameters and {own:,} of the streams and scorer; loss weights: {weights}"
+        f"{trained - own:,} LoRA parameters and {own:,} of streams, scorer and sampler; loss weights: {weights}"
     )
     console.print(run.trial.counted().line())
 

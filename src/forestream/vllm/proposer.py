@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from forestream.errors import ConfigError
 from forestream.vllm import check_version
@@ -83,6 +84,9 @@ class StreamProposer:
         name: str = vllm_config.model_config.model
         self.config = stream_config(getattr(vllm_config.model_config.hf_config, KEY, None), name)
         check_drafts(self.config, self.drafts)
+        schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._by_load = build_dynamic_sd_schedule_lookup(schedule, most, self.drafts) if schedule else None
         self.target: Any = None
         self._builder: Any = None
         self._block_size = 0
@@ -104,14 +108,15 @@ class StreamProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts of every request of the step that has just been sampled: 0 to `drafts` tokens each."""
+        """Drafts of every request of the step that has just been sampled: 0 to `drafts` tokens each, fewer by load."""
         drafted: list[list[int]] = [[] for _ in sampled_token_ids]
         last: Pass | None = self.target.last
-        if last is None:
+        drafts = self.drafts if self._by_load is None else self._by_load[len(drafted)]
+        if last is None or drafts == 0:
             return drafted
         builder = self._building(last.trunk.device)
         lengths = last.attention.seq_lens.tolist()
-        anchors = anchored(sampled_token_ids, num_tokens_no_spec.tolist(), lengths, self._block_size, self.drafts)
+        anchors = anchored(sampled_token_ids, num_tokens_no_spec.tolist(), lengths, self._block_size, drafts)
         if not anchors.rows:
             return drafted
         device = last.trunk.device

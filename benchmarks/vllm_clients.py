@@ -137,9 +137,9 @@ def main() -> None:
                 "ngram": dict(zip(NGRAM, given.ngram, strict=True)),
                 "rounds": given.rounds,
             },
-            "vllm": {str(clients): summary(engines, clients) for clients in given.clients},
+            "served": {str(clients): summary(engines, clients) for clients in given.clients},
         }
-        print(json.dumps(record["vllm"], indent=1))
+        print(json.dumps(record["served"], indent=1))
         if given.json:
             given.json.write_text(json.dumps(record, indent=1) + "\n")
         while engines:

@@ -215,6 +215,31 @@ def _draft_vocabulary(record: dict[str, Any]) -> str:
     return _table(["tokens drafted from", "inside, training texts", "inside, texts written", *trees], rows)
 
 
+def _served(record: dict[str, Any]) -> str:
+    """An engine that serves several clients, with drafts and without."""
+    rows = []
+    for clients, engines in record["served"].items():
+        for name, row in engines.items():
+            speeds, ratios, waits = row["tokens_per_second"], row["over_plain"], row["seconds_a_text"]
+            # A pass without drafts is not counted by the engine, so shares are of passes that verified some.
+            shares = [f"{count / row['passes_with_drafts']:.2f}" for count in row.get("accepted_by_place", ()) if count]
+            rows.append(
+                (
+                    clients,
+                    name,
+                    f"{speeds['median']:.1f}",
+                    _spread(ratios),
+                    f"{waits['p50']:.2f}, {waits['p95']:.2f}",
+                    f"{length:.2f}" if (length := row.get("mean_acceptance_length")) else "",
+                    ", ".join(shares),
+                    f"{row['equal_texts']} of {record['settings']['prompts']}",
+                )
+            )
+    headings = ["clients", "engine", "tokens/s", "over plain, median (min to max)", "s a text, p50, p95"]
+    more = ["mean acceptance length", "accepted at place 1, 2, ...", "equal texts"]
+    return _table([*headings, *more], rows)
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods": _bench,
     "rules": _rules,
@@ -225,6 +250,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ablations": _ablations,
     "training_step": _training_step,
     "draft_vocabulary": _draft_vocabulary,
+    "served": _served,
     "scores": _scores,
 }
 """By the key that tells the kind of a record."""

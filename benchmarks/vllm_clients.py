@@ -31,6 +31,9 @@ SETTINGS: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 PLAIN: Final = "vllm"
+NGRAM: Final = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+"""vLLM's settings of drafts that repeat what stood behind the same words before."""
+
 Text = tuple[int, ...]
 
 
@@ -85,6 +88,23 @@ class Served:
         self.texts[clients] = texts
         self.counters[clients] = [after - first for after, first in zip(self.counted(), before, strict=True)]
 
+    def margin(self, start: Text, text: Text, other: Text) -> float | None:
+        """How much likelier the engine calls the first token of `text` that `other` has not, in nats behind `start`.
+
+        None: the token that `other` has in its place is not among the 20 likeliest.
+        """
+        from vllm import SamplingParams
+
+        place = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+        if place is None:  # one goes on where the other ends
+            return None
+        law = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+        asked = {"prompt_token_ids": [*start, *text[:place]]}
+        (answer,) = self.llm.generate([asked], law, use_tqdm=False)
+        (likely,) = answer.outputs[0].logprobs
+        pair = [likely.get(token) for token in (text[place], other[place])]
+        return None if None in pair else abs(pair[0].logprob - pair[1].logprob)
+
     def counted(self) -> list[int]:
         """vLLM's own counters: passes with drafts, tokens drafted, tokens accepted by place."""
         if not self.drafts:
@@ -137,7 +157,7 @@ def main() -> None:
                 "ngram": dict(zip(NGRAM, given.ngram, strict=True)),
                 "rounds": given.rounds,
             },
-            "served": {str(clients): summary(engines, clients) for clients in given.clients},
+            "served": {str(clients): summary(engines, clients, prompts) for clients in given.clients},
         }
         print(json.dumps(record["served"], indent=1))
         if given.json:
@@ -145,9 +165,6 @@ def main() -> None:
         while engines:
             engines.popitem()[1].llm.llm_engine.engine_core.shutdown()
         gc.collect()
-
-
-NGRAM: Final = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
 def arguments() -> argparse.Namespace:
@@ -210,7 +227,7 @@ def started(given: argparse.Namespace, model: Path) -> dict[str, Served]:
     return engines
 
 
-def summary(engines: dict[str, Served], clients: int) -> dict[str, Any]:
+def summary(engines: dict[str, Served], clients: int, prompts: Sequence[Text]) -> dict[str, Any]:
     """What the engines did with so many clients, beside plain vLLM in the same rounds."""
     plain = engines[PLAIN]
     found = {}
@@ -224,7 +241,11 @@ def summary(engines: dict[str, Served], clients: int) -> dict[str, Any]:
             "seconds_a_text": {"p50": round(median(waits), 3), "p95": round(waits[int(0.95 * (len(waits) - 1))], 3)},
         }
         texts, wanted = one.texts[clients], plain.texts[clients]
-        row["equal_texts"] = sum(own == other for own, other in zip(texts, wanted, strict=True))
+        unequal = [place for place, (own, other) in enumerate(zip(texts, wanted, strict=True)) if own != other]
+        row["equal_texts"] = len(texts) - len(unequal)
+        if unequal:
+            margins = [plain.margin(prompts[place], wanted[place], texts[place]) for place in unequal]
+            row["margins"] = [None if margin is None else round(margin, 4) for margin in margins]
         if one.drafts:
             passes, drafted, *places = one.counters[clients]
             row["passes_with_drafts"], row["drafted"] = passes, drafted

@@ -67,13 +67,13 @@ def test_the_recipes_of_the_package() -> None:
         "chat": 15,
         "dialogsum": 15,
         "e2e": 8,
-        "sql": 15,
+        "sql": 8,
     }
     assert {name: recipe.examples for name, recipe in found.items()} == {
         "chat": None,
         "dialogsum": 6000,
         "e2e": 10800,
-        "sql": 10800,
+        "sql": 4800,
     }
     assert [get_task(name).name for name in ("e2e", "sql", "dialogsum")] == ["e2e", "sql", "dialogsum"]
 

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Served:
         speeds: tokens a second of every round, by the number of clients.
         waits: seconds from asking to the last token, of every text, by the number of clients.
         texts: what it wrote, by the number of clients; of the last round.
-        counters: passes that verified drafts, tokens drafted, tokens accepted by place; by the number of clients.
+        brought: how many steps brought a text 1, 2, ... tokens, those of prompts apart; by the number of clients.
     """
 
     llm: Any
@@ -55,7 +56,7 @@ class Served:
     speeds: dict[int, list[float]] = field(default_factory=dict)
     waits: dict[int, list[float]] = field(default_factory=dict)
     texts: dict[int, list[Text]] = field(default_factory=dict)
-    counters: dict[int, list[int]] = field(default_factory=dict)
+    brought: dict[int, Counter[int]] = field(default_factory=dict)
 
     def serve(self, prompts: Sequence[Text], clients: int, tokens: int) -> None:
         """All prompts once, `clients` at a time."""
@@ -63,9 +64,9 @@ class Served:
 
         engine = self.llm.llm_engine
         law = SamplingParams(temperature=0.0, max_tokens=tokens)
-        before = self.counted()
         texts: list[Text] = [()] * len(prompts)
         asked: dict[str, tuple[int, float]] = {}
+        brought = self.brought.setdefault(clients, Counter())
         waiting = iter(range(len(prompts)))
 
         def ask() -> None:
@@ -78,15 +79,18 @@ class Served:
             ask()
         while asked:
             for output in engine.step():
+                place, since = asked[output.request_id]
+                text = tuple(output.outputs[0].token_ids)
+                if texts[place]:
+                    brought[len(text) - len(texts[place])] += 1
+                texts[place] = text
                 if output.finished:
-                    place, since = asked.pop(output.request_id)
-                    texts[place] = tuple(output.outputs[0].token_ids)
+                    del asked[output.request_id]
                     self.waits.setdefault(clients, []).append(perf_counter() - since)
                     ask()
         seconds = perf_counter() - began
         self.speeds.setdefault(clients, []).append(sum(map(len, texts)) / seconds)
         self.texts[clients] = texts
-        self.counters[clients] = [after - first for after, first in zip(self.counted(), before, strict=True)]
 
     def margin(self, start: Text, text: Text, other: Text) -> float | None:
         """How much likelier the engine calls the first token of `text` that `other` has not, in nats behind `start`.
@@ -104,15 +108,6 @@ class Served:
         (likely,) = answer.outputs[0].logprobs
         pair = [likely.get(token) for token in (text[place], other[place])]
         return None if None in pair else abs(pair[0].logprob - pair[1].logprob)
-
-    def counted(self) -> list[int]:
-        """vLLM's own counters: passes with drafts, tokens drafted, tokens accepted by place."""
-        if not self.drafts:
-            return []
-        own = self.llm.llm_engine.vllm_config.model_config.served_model_name
-        found = {metric.name: metric for metric in self.llm.get_metrics() if metric.labels.get("model_name") == own}
-        places = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-        return [found[f"vllm:spec_decode_{name}"].value for name in ("num_drafts", "num_draft_tokens")] + list(places)
 
 
 def main() -> None:
@@ -205,7 +200,8 @@ def started(given: argparse.Namespace, model: Path) -> dict[str, Served]:
 
     ngram = {"method": "ngram", **dict(zip(NGRAM, given.ngram, strict=True))}
     streams = options(model, given.drafts, rows=given.rows)
-    told = {PLAIN: {}, "vllm+ngram": {"speculative_config": ngram}, "vllm+forestream": streams}
+    # Numba, which n-gram drafts load, makes vLLM 0.32 fail to start a further engine, so they go last.
+    told = {PLAIN: {}, "vllm+forestream": streams, "vllm+ngram": {"speculative_config": ngram}}
     engines = {}
     for name, own in told.items():
         llm = LLM(
@@ -246,11 +242,12 @@ def summary(engines: dict[str, Served], clients: int, prompts: Sequence[Text]) -
         if unequal:
             margins = [plain.margin(prompts[place], wanted[place], texts[place]) for place in unequal]
             row["margins"] = [None if margin is None else round(margin, 4) for margin in margins]
-        if one.drafts:
-            passes, drafted, *places = one.counters[clients]
-            row["passes_with_drafts"], row["drafted"] = passes, drafted
-            row["accepted_by_place"] = places
-            row["mean_acceptance_length"] = round(1 + sum(places) / passes, 3) if passes else None
+        brought = one.brought[clients]
+        row["steps"] = brought.total()
+        row["accepted_by_place"] = [
+            sum(count for tokens, count in brought.items() if tokens > place) for place in range(1, one.drafts + 1)
+        ]
+        row["mean_acceptance_length"] = round(1 + sum(row["accepted_by_place"]) / max(brought.total(), 1), 3)
         found[name] = row
     return found
 

@@ -235,16 +235,18 @@ def test_clients_of_a_serving_engine() -> None:
         "over_plain": {"median": 1.0, "min": 1.0, "max": 1.0},
         "seconds_a_text": {"p50": 1.2, "p95": 2.5},
         "equal_texts": 8,
+        "steps": 80,
+        "accepted_by_place": [],
+        "mean_acceptance_length": 1.0,
     }
     drafting = {
         **plain,
         "over_plain": {"median": 2.1, "min": 1.9, "max": 2.3},
-        "passes_with_drafts": 40,
-        "drafted": 160,
+        "steps": 40,
         "accepted_by_place": [30, 20, 10, 0],
         "mean_acceptance_length": 2.5,
     }
-    idle = {**drafting, "passes_with_drafts": 0, "accepted_by_place": [0, 0, 0, 0], "mean_acceptance_length": None}
+    idle = {**drafting, "accepted_by_place": [0, 0, 0, 0], "mean_acceptance_length": 1.0}
     record = bench()
     del record["methods"]
     record["settings"]["prompts"] = 9
@@ -256,8 +258,8 @@ def test_clients_of_a_serving_engine() -> None:
     assert (
         "| 1 | vllm+forestream | 25.0 | 2.10 (1.90 to 2.30) | 1.20, 2.50 | 2.50 | 0.75, 0.50, 0.25 | 8 of 9 |" in text
     )
-    assert "| 8 | vllm+forestream | 25.0 | 2.10 (1.90 to 2.30) | 1.20, 2.50 |  |  | 8 of 9 |" in text
-    assert "| 1 | vllm | 25.0 | 1.00 (1.00 to 1.00) | 1.20, 2.50 |  |  | 8 of 9 |" in text
+    assert "| 8 | vllm+forestream | 25.0 | 2.10 (1.90 to 2.30) | 1.20, 2.50 | 1.00 |  | 8 of 9 |" in text
+    assert "| 1 | vllm | 25.0 | 1.00 (1.00 to 1.00) | 1.20, 2.50 | 1.00 |  | 8 of 9 |" in text
 
 
 def test_records_that_differ_in_one_setting_are_a_series(tmp_path: Path) -> None:

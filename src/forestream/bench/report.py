@@ -221,8 +221,7 @@ def _served(record: dict[str, Any]) -> str:
     for clients, engines in record["served"].items():
         for name, row in engines.items():
             speeds, ratios, waits = row["tokens_per_second"], row["over_plain"], row["seconds_a_text"]
-            # A pass without drafts is not counted by the engine, so shares are of passes that verified some.
-            shares = [f"{count / row['passes_with_drafts']:.2f}" for count in row.get("accepted_by_place", ()) if count]
+            shares = [f"{count / row['steps']:.2f}" for count in row["accepted_by_place"] if count]
             rows.append(
                 (
                     clients,
@@ -230,7 +229,7 @@ def _served(record: dict[str, Any]) -> str:
                     f"{speeds['median']:.1f}",
                     _spread(ratios),
                     f"{waits['p50']:.2f}, {waits['p95']:.2f}",
-                    f"{length:.2f}" if (length := row.get("mean_acceptance_length")) else "",
+                    f"{row['mean_acceptance_length']:.2f}",
                     ", ".join(shares),
                     f"{row['equal_texts']} of {record['settings']['prompts']}",
                 )

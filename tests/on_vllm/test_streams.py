@@ -167,7 +167,7 @@ def test_a_compiled_target_hands_out_its_trunk_too(tmp_path: Path, engine: Any) 
     folder, model = exported(tmp_path)
     truths = told(model, PROMPTS[1:5], 24)
     streaming = engine(folder, STREAMS, FORCED, enforce_eager=False)
-    assert streaming.llm_engine.vllm_config.compilation_config.mode.name == "VLLM_COMPILE"
+    assert streaming.llm_engine.vllm_config.compilation_config.mode.name != "NONE"
     expect(truths)
     assert texts(streaming, PROMPTS[1:5], 24) == written(truths)
     assert_same_drafts(model, truths)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from forced import Forced
 from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.model import StreamingLM
+from forestream.packing import Pack
 from forestream.steps import tokens_of
 from forestream.vllm.models import Streaming
 from forestream.vllm.server import options
@@ -280,3 +283,30 @@ def test_draws_follow_the_law(llama: tuple[Any, StreamingLM]) -> None:
     truths = told(model, PROMPTS[:4], 30)
     expect(truths)
     assert texts(streaming, PROMPTS[:4], 30, temperature=1.0, top_k=1, top_p=0.99, seed=1) == written(truths)
+
+
+def test_draws_are_as_likely_as_the_model_says(llama: tuple[Any, StreamingLM]) -> None:
+    """The second token of many draws, some of them drafts that were accepted: a chi-squared test with a fixed seed."""
+    streaming, model = llama
+    draws, temperature = 400, 1.5
+    (truth,) = told(model, PROMPTS[2:3], 12)
+    expect([truth])
+    found = texts(streaming, PROMPTS[2:3] * draws, 3, temperature=temperature, top_p=0.9999)
+    first, count = Counter(text[0] for text in found).most_common(1)[0]
+    assert count > 20
+    seen = Counter(text[1] for text in found if text[0] == first)
+    law = probabilities(model, (*PROMPTS[2], first), temperature)
+    # Tokens that are hardly expected are counted together.
+    likely = [token for token in range(len(law)) if count * law[token] >= 5]
+    expected = [count * law[token] for token in likely] + [count * (1 - sum(law[token] for token in likely))]
+    observed = [seen[token] for token in likely]
+    observed.append(count - sum(observed))
+    statistic = sum((a - b) ** 2 / b for a, b in zip(observed, expected, strict=True) if b > 1e-6)
+    assert statistic < 3 * len(expected) + 12  # beyond the 99.9th percentile for any number of classes here
+
+
+def probabilities(model: StreamingLM, text: Sequence[int], temperature: float) -> list[float]:
+    """The law of the next token behind `text`, by our own engine."""
+    states = model(torch.tensor([text]), Pack.text(len(text), torch.zeros(1, 0, dtype=torch.long), 0)).main
+    law: list[float] = (model.logits(states[0, -1:]).float()[0] / temperature).softmax(-1).tolist()
+    return law

@@ -28,6 +28,9 @@ def register() -> None:
     """
     from vllm import ModelRegistry
 
+    from forestream.vllm.repairs import mend
+
+    mend()
     for architecture in ARCHITECTURES.values():
         ModelRegistry.register_model(architecture, f"forestream.vllm.models:{architecture}")
 

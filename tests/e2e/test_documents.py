@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from forestream import Generator
 from forestream.bench.report import refresh
 from forestream.cli.options import SHIPPED
+from forestream.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
+ADAPTERS = sorted((ROOT / SHIPPED).parent.iterdir())
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(snippet, id=f"{document.name}-{number}")
@@ -78,9 +81,28 @@ def test_records_keep_their_contract(path: Path) -> None:
             assert row["equal_outputs"] == row["prompts"]
 
 
-def test_the_shipped_adapter_is_small_and_says_where_it_comes_from() -> None:
-    files = list((ROOT / SHIPPED).iterdir())
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
+def test_shipped_adapters_are_small_and_say_where_they_come_from(folder: Path) -> None:
+    files = list(folder.iterdir())
     assert sum(path.stat().st_size for path in files) <= 25e6
     assert {path.suffix for path in files} == {".json", ".safetensors", ".md"}
-    provenance = json.loads((ROOT / SHIPPED / "provenance.json").read_text())
+    provenance = json.loads((folder / "provenance.json").read_text())
     assert {"command", "commit", "packages", "machine", "training", "examples"} <= set(provenance)
+
+
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda path: path.name)
+def test_shipped_adapters_write_what_plain_decoding_does(folder: Path) -> None:
+    """In float32, and in fewer passes than tokens."""
+    generator = Generator.from_pretrained(folder)
+    task = get_task(json.loads((folder / "provenance.json").read_text())["task"])
+    assert task.source is not None
+    written = generator.generate(task.source.prompt, max_new_tokens=24)
+    assert written.tokens == generator.collect(generator.plain_steps(task.source.prompt, max_new_tokens=24)).tokens
+    assert written.counters.generated > 2 * written.counters.passes
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *ADAPTERS], ids=lambda path: path.name)
+def test_pages_with_figures_of_sql_say_what_the_data_are(document: Path) -> None:
+    text = (document / "README.md" if document.is_dir() else document).read_text()
+    if re.search(r"^sql \w+ split, ", text, re.MULTILINE):
+        assert "rebuilt from WikiSQL and Spider" in " ".join(text.split())

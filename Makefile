@@ -3,7 +3,7 @@
 # make quick   unit and property tests only
 # make check   style, types, the direction of dependencies, and what the fast tests cover
 # make soak    10,000 short requests of mixed settings to one small model: nothing may pile up (some minutes)
-# make bench   every recorded figure again: make bench DATA_DIR=... (about an hour, wants an idle machine)
+# make bench   the shipped adapters' figures again: make bench DATA_DIR=... (about two hours, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
 # make setup-vllm, make test-vllm   the same for streams on vLLM, in .venv-vllm: its versions are not ours (docs/vllm.md)
 
@@ -81,6 +81,7 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)
+	@benchmarks/sql.sh '$(DATA_DIR)'
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -13,9 +13,9 @@ bench=($run bench --adapter "$adapter" --task sql --data-dir "$data" --dtype flo
 # Settings, prompt lookup's too, are chosen on the validation split and reported on the test split.
 $run tune --adapter "$adapter" --task sql --data-dir "$data" --limit 16 --candidates 4 --dtype float32 \
   --output decoding.json --json $results/sql-tune-float32.json
-"${bench[@]}" --split validation --limit 40 --settings decoding.json \
+"${bench[@]}" --split validation --limit 24 --settings decoding.json \
   --methods plain,lookup-2-2,lookup-4-2,lookup-4-3,lookup-8-2 --json $results/sql-lookup-float32.json
-"${bench[@]}" --split test --limit 100 --settings decoding.json \
+"${bench[@]}" --split test --limit 80 --settings decoding.json \
   --methods plain,transformers,lookup-4-2,forestream,budget-32 --json $results/sql-test-float32.json
 rm decoding.json
 

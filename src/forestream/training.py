@@ -350,6 +350,7 @@ def fit(
     last = runs.begin(folder, identity, resume, trainer.accelerator.wait_for_everyone, given.should_save)
     trainer.train(resume_from_checkpoint=last)
     terms = [line for line in trainer.state.log_history if "main_loss" in line]
+    sampler = model.sampler if config.sampler_width else None  # one that was there before was trained elsewhere
     return {
         "training": asdict(config),
         "loss": asdict(loss_config),
@@ -357,11 +358,7 @@ def fit(
         "examples": len(used),
         "left_out_as_too_long": len(examples) - len(used),
         **({} if (own := model.vocabulary) is None else {"vocabulary": {"size": len(own), "of": own.among}}),
-        **(
-            {}
-            if not config.sampler_width or model.sampler is None
-            else {"sampler": {"width": model.sampler.width, "examples": len(used)}}
-        ),
+        **({} if sampler is None else {"sampler": {"width": sampler.width, "examples": len(used)}}),
         "updates": trainer.state.global_step,
         "seconds": log.seconds(),
         "last_log": terms[-1] if terms else {},

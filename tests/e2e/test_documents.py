@@ -10,11 +10,12 @@ import pytest
 from forestream import Generator
 from forestream.bench.report import refresh
 from forestream.cli.options import SHIPPED
+from forestream.manifest import MANIFEST
 from forestream.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
-ADAPTERS = sorted((ROOT / SHIPPED).parent.iterdir())
+ADAPTERS = sorted(manifest.parent for manifest in (ROOT / SHIPPED).parent.glob(f"*/{MANIFEST}"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(snippet, id=f"{document.name}-{number}")

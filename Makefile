@@ -1,7 +1,8 @@
 # make demo    draft, verify and print: the shortest way to see it work
 # make test    every test, with the coverage gate
 # make quick   unit and property tests only
-# make check   style, types, the direction of dependencies, and what the fast tests cover
+# make lint    style, types, the direction of dependencies
+# make check   the same, and what the fast tests cover
 # make soak    10,000 short requests of mixed settings to one small model: nothing may pile up (some minutes)
 # make bench   the shipped adapters' figures again: make bench DATA_DIR=... (about two hours, wants an idle machine)
 # make setup   .venv with everything the others need (they call it themselves)
@@ -18,7 +19,7 @@ STAMP := .venv/.setup-done
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test quick check soak bench format clean setup-vllm test-vllm
+.PHONY: setup demo test quick lint check soak bench format clean setup-vllm test-vllm
 
 setup: $(STAMP)
 
@@ -45,11 +46,13 @@ test: $(STAMP)
 quick: $(STAMP)
 	@$(PYTEST) tests/unit tests/property $(ARGS)
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+check: lint
 	$(PYTEST) tests/unit tests/property --cov --cov-report= --cov-fail-under=80 -q
 
 # vLLM's CPU build is what tests run on: another package than vLLM itself, and bound to one build of torch. The parts for

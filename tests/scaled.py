@@ -21,7 +21,8 @@ from forestream.data import Tokens
 from forestream.errors import CheckpointError
 from forestream.model import StreamingLM
 from forestream.objective import IGNORED, LossConfig, TargetBatch, count_targets
-from forestream.training import StreamTrainer, TrainConfig, fit
+from forestream.trainer import StreamTrainer
+from forestream.training import TrainConfig, fit
 from wrapped import prompt, shake, trainable
 
 LOSS = LossConfig(main=1.0, stream=0.3, scorer=0.2, chunk=16)

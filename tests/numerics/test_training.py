@@ -19,7 +19,8 @@ from forestream.model import StreamingLM
 from forestream.objective import IGNORED, LossConfig, TargetBatch, joint_loss
 from forestream.packing import Pack
 from forestream.ports import LayerInputs
-from forestream.training import StreamTrainer, TrainConfig, fit
+from forestream.trainer import StreamTrainer
+from forestream.training import TrainConfig, fit
 from wrapped import prompt, shake, trainable, trained
 from zoo import HOSTS
 

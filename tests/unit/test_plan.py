@@ -31,7 +31,8 @@ from forestream.plan import (
     without_streams,
 )
 from forestream.recomputed import RecomputedLayers
-from forestream.training import StreamTrainer, TrainConfig, collator, fit, ordered, usable
+from forestream.trainer import StreamTrainer
+from forestream.training import TrainConfig, collator, fit, ordered, usable
 from forestream.trial import Trial, kept_bytes, one_pass
 from wrapped import prompt, trainable, trained
 

@@ -30,7 +30,8 @@ from forestream.packing import Pack
 from forestream.processes import is_first
 from forestream.rivals.medusa import MedusaHeads
 from forestream.rivals.medusa_folder import HEADS
-from forestream.training import Objective, TrainConfig, fit
+from forestream.trainer import Objective
+from forestream.training import TrainConfig, fit
 
 PUBLISHED: Final = LossConfig(main=0.0, stream=0.8, decay=0.8, scorer=0.0)
 """Of Medusa-1: the model is frozen, and head j weighs 0.8 to the power of j. The main term is still reported."""

@@ -21,16 +21,22 @@ class Forced(StreamProposer):
         truths: texts with their prompts; drafts of any other text are left alone.
         seen: the streams' own drafts, by the text that they were made behind.
         vocabulary: V.
+        latest: the proposer whose target was loaded last.
     """
 
     truths: ClassVar[list[tuple[int, ...]]] = []
     seen: ClassVar[dict[tuple[int, ...], tuple[int, ...]]] = {}
     vocabulary: ClassVar[int] = 98
+    latest: ClassVar[StreamProposer]
 
     @classmethod
     def expect(cls, truths: list[tuple[int, ...]], vocabulary: int) -> None:
         cls.truths, cls.vocabulary = truths, vocabulary
         cls.seen.clear()
+
+    def load_model(self, target_model: Any) -> None:
+        super().load_model(target_model)
+        Forced.latest = self
 
     def propose(
         self,

@@ -166,11 +166,13 @@ def test_prompts_read_in_pieces_and_texts_up_to_the_last_place_there_is(tmp_path
 
 
 @pytest.mark.slow
-def test_a_compiled_target_hands_out_its_trunk_too(tmp_path: Path, engine: Any) -> None:
+def test_a_compiled_target_hands_out_its_trunk_and_its_streams_are_compiled_too(tmp_path: Path, engine: Any) -> None:
     folder, model = exported(tmp_path)
     truths = told(model, PROMPTS[1:5], 24)
     streaming = engine(folder, STREAMS, FORCED, enforce_eager=False)
     assert streaming.llm_engine.vllm_config.compilation_config.mode.name != "NONE"
+    own = Forced.latest.stream_pass
+    assert own.compiled or own.aot_compiled_fn is not None
     expect(truths)
     assert texts(streaming, PROMPTS[1:5], 24) == written(truths)
     assert_same_drafts(model, truths)

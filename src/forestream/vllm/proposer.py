@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -24,7 +25,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from forestream.errors import ConfigError
 from forestream.vllm import check_version
 from forestream.vllm.exported import KEY, check_drafts, stream_config
-from forestream.vllm.models import Pass, Streaming
+from forestream.vllm.models import Pass, Streaming, StreamPass
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,21 @@ class StreamProposer:
         most = vllm_config.scheduler_config.max_num_seqs
         self._by_load = build_dynamic_sd_schedule_lookup(schedule, most, self.drafts) if schedule else None
         self.target: Any = None
+        self.stream_pass: StreamPass | None = None
         self._builder: Any = None
         self._block_size = 0
 
     def load_model(self, target_model: Any) -> None:
-        """Take the loaded target, whose layers and head the streams run through."""
+        """Take the loaded target, whose layers and head the streams run through, and compile their pass if it is."""
         if not isinstance(target_model, Streaming):
             raise ConfigError(
                 f"the target is a {type(target_model).__name__}; expected a model that `forestream export vllm` wrote"
             )
         self.target = target_model
         self.target.restrict()
+        with set_model_tag("streams"):
+            self.stream_pass = StreamPass(vllm_config=self.vllm_config, target=target_model)
+            self.stream_pass.warm(max(2, self.drafts))  # of one row a compiler would make a special case
 
     @torch.inference_mode()
     def propose(
@@ -110,6 +115,7 @@ class StreamProposer:
     ) -> list[list[int]]:
         """Drafts of every request of the step that has just been sampled: 0 to `drafts` tokens each, fewer by load."""
         drafted: list[list[int]] = [[] for _ in sampled_token_ids]
+        assert self.stream_pass is not None
         last: Pass | None = self.target.last
         drafts = self.drafts if self._by_load is None else self._by_load[len(drafted)]
         if last is None or drafts == 0:
@@ -153,7 +159,7 @@ class StreamProposer:
             num_tokens=len(of),
             slot_mapping=dict.fromkeys(names, mapping),
         ):
-            finished = self.target.run_streams(states, positions.to(device))
+            finished = self.stream_pass(states, positions.to(device))
         roots = torch.tensor([sampled_token_ids[row][-1] for row in anchors.rows])
         for row, chain in zip(anchors.rows, self._chains(finished, roots.to(device), counts), strict=True):
             drafted[row] = chain

@@ -37,6 +37,7 @@ from forestream.manifest import MANIFEST, BaseModel, Manifest
 from forestream.model import StreamingLM
 from forestream.processes import is_first, whole
 from forestream.quantised import quantise as quantise_model
+from forestream.streams import StreamStart
 from forestream.vocabulary import DraftVocabulary
 
 VOCABULARY = "vocabulary.ids"
@@ -128,15 +129,16 @@ def _sample(model: StreamingLM, path: Path, found: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{path} holds a path sampler that does not fit this base, or a part of one")
 
 
-def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
+def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int = 0) -> str:
     """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
 
-    A joint LoRA is of use whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0
-    streams takes the LoRA alone. Its draft vocabulary and path sampler are not taken: the model keeps its own
-    vocabulary, and a sampler is to be trained for the streams that there will be.
+    There may be more or fewer streams: those that the adapter lacks begin as its last one. A joint LoRA is of use
+    whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0 streams takes the LoRA
+    alone. The model keeps its own draft vocabulary.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
+        sampler_width: of the path sampler that will be trained; the adapter's own is taken if it is as wide.
 
     Returns:
         A print of the weights read, 64 hexadecimal digits.
@@ -152,6 +154,8 @@ def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
         )
     earlier, wanted = asdict(manifest.config), asdict(model.stream_config)
     free = {"stream_layers"} if wanted["mode"] == "joint" else set()
+    if earlier["streams"] and wanted["streams"]:
+        free.add("streams")
     if wanted["mode"] == "joint" and not wanted["streams"]:
         free |= set(wanted) - {"mode", "lora_rank", "lora_alpha"}
     if differing := [
@@ -163,10 +167,16 @@ def begin_from(model: StreamingLM, folder: Path, base: str) -> str:
             f"{folder} cannot be started from: it was trained with {'; '.join(differing)}; train with its settings, or "
             "start from fresh weights"
         )
-    vocabulary = model.vocabulary
-    read_weights(model, folder, alone=not wanted["streams"])
+    vocabulary, start = model.vocabulary, model.start
+    if start is not None:
+        model.start = StreamStart(manifest.config, model.port.hidden_size)
+    read_weights(model, folder, alone=start is None)
+    if start is not None and model.start is not None:
+        start.begin_as(model.start)
+        model.start = start
     model.restrict(vocabulary)
-    model.sampler = None
+    if model.sampler is not None and model.sampler.width != sampler_width:
+        model.sampler = None
     digest = hashlib.sha256()
     for name in (LORA, STREAMS):
         digest.update((folder / name).read_bytes())

@@ -30,6 +30,17 @@ class StreamStart(nn.Module):
         if config.start == "low_rank":
             self.map = LowRank(hidden_size, config.start_rank)
 
+    def begin_as(self, other: StreamStart) -> None:
+        """Take over the weights of a start of the same kind for any number of streams.
+
+        Streams that it lacks begin as its last one, which has learned to look ahead already.
+        """
+        if self.embedding is not None and other.embedding is not None:
+            last = len(other.embedding) - 1
+            self.embedding.data.copy_(other.embedding.data[[min(j, last) for j in range(len(self.embedding))]])
+        if self.map is not None and other.map is not None:
+            self.map.load_state_dict(other.map.state_dict())
+
     def forward(self, mains: Float[Tensor, "B C D"], streams: int) -> Float[Tensor, "B GC D"]:
         """States of streams 1..G of every carrier, stream by stream, from the carriers' main states."""
         start = mains if self.map is None else self.map(mains)

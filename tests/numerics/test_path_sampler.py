@@ -365,6 +365,13 @@ def test_another_adapters_sampler_comes_and_goes_with_its_weights(tmp_path: Path
     fresh.add_lora()
     checkpoint.begin_from(fresh, tmp_path / "b", origin.fingerprint)
     assert fresh.sampler is None
+    checkpoint.begin_from(fresh, tmp_path / "b", origin.fingerprint, sampler_width=16)
+    assert fresh.sampler is None
+    checkpoint.begin_from(fresh, tmp_path / "b", origin.fingerprint, sampler_width=8)
+    assert fresh.sampler is not None
+    again, _ = checkpoint.load(tmp_path / "b", merge=False)
+    assert again.sampler is not None
+    assert torch.equal(fresh.sampler.up, again.sampler.up)
 
 
 @pytest.mark.parametrize("change", ["part", "shape"])

@@ -243,7 +243,6 @@ def test_a_run_begins_with_the_adapters_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"streams": 3}, "it was trained with streams 4, not 3"),
         ({"stream_layers": 3, "lora_rank": 8}, "it was trained with lora_rank 4, not 8"),
         ({"streams": 0, "lora_rank": 8}, "it was trained with lora_rank 4, not 8"),
         ({"positions": "same"}, "it was trained with positions 'ahead', not 'same'"),
@@ -266,6 +265,36 @@ def test_a_joint_lora_starts_whatever_streams(tmp_path: Path, changes: dict[str,
     begin_from(fresh, tmp_path / "first", known)
     for name, parameter in trained(fresh).items():
         assert torch.equal(parameter, earlier[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+@pytest.mark.parametrize("streams", [2, 6])
+def test_streams_that_an_adapter_lacks_begin_as_its_last(tmp_path: Path, streams: int, mode: str) -> None:
+    shape = {"mode": mode, "start": "low_rank", "start_rank": 4}
+    saved(tmp_path / "first", **shape)
+    earlier = trainable("llama", **shape)
+    known = Manifest.read(tmp_path / "first").base.fingerprint
+    begin_from(earlier, tmp_path / "first", known)
+    fresh = trainable("llama", seed=9, streams=streams, **shape)
+    begin_from(fresh, tmp_path / "first", known)
+    assert fresh.start is not None
+    assert earlier.start is not None
+    found, wanted = fresh.start.embedding, earlier.start.embedding
+    assert found is not None
+    assert wanted is not None
+    assert len(found) == streams
+    assert [own.tolist() for own in found] == [wanted[min(j, 3)].tolist() for j in range(streams)]
+    assert found.requires_grad
+    kept = {name: tensor for name, tensor in trained(earlier).items() if not name.endswith("start.embedding")}
+    assert any("start.map" in name for name in kept)
+    assert all(torch.equal(tensor, trained(fresh)[name]) for name, tensor in kept.items())
+
+
+def test_streams_do_not_start_from_an_adapter_without_any(tmp_path: Path) -> None:
+    saved(tmp_path / "first", streams=0)
+    known = Manifest.read(tmp_path / "first").base.fingerprint
+    with pytest.raises(CheckpointError, match="it was trained with streams 0, not 4"):
+        begin_from(trainable("llama"), tmp_path / "first", known)
 
 
 def test_a_lossless_lora_starts_on_its_own_layers_only(tmp_path: Path) -> None:

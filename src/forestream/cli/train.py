@@ -227,7 +227,9 @@ class _Run:
         self.model: StreamingLM = training_model(host, recipe.streams)
         self.started_from: str | None = None
         if recipe.start_from is not None:
-            self.started_from = checkpoint.begin_from(self.model, Path(recipe.start_from), self.origin.fingerprint)
+            self.started_from = checkpoint.begin_from(
+                self.model, Path(recipe.start_from), self.origin.fingerprint, config.sampler_width
+            )
         self.examples = learning.tokens_of(
             tokenizer, rows, answers, self.origin.fingerprint, config.seed, recipe.examples
         )

@@ -130,11 +130,12 @@ def _sample(model: StreamingLM, path: Path, found: dict[str, Tensor]) -> None:
 
 
 def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int = 0) -> str:
-    """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with the same settings.
+    """Give a fresh model, its LoRA in place, the weights of an adapter that was trained with settings that fit.
 
-    There may be more or fewer streams: those that the adapter lacks begin as its last one. A joint LoRA is of use
-    whatever layers carry streams, and without any: `stream_layers` may differ, and a model of 0 streams takes the LoRA
-    alone. The model keeps its own draft vocabulary.
+    There may be more or fewer streams: those that the adapter lacks begin as its last one. With value rotation, whose
+    angle depends on their number, there have to be as many. A joint LoRA is of use whatever layers carry streams, and
+    without any: `stream_layers` may differ, and a model of 0 streams takes the LoRA alone. The model keeps its own
+    draft vocabulary.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
@@ -154,7 +155,7 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
         )
     earlier, wanted = asdict(manifest.config), asdict(model.stream_config)
     free = {"stream_layers"} if wanted["mode"] == "joint" else set()
-    if earlier["streams"] and wanted["streams"]:
+    if earlier["streams"] and wanted["streams"] and not wanted["value_rotation"]:
         free.add("streams")
     if wanted["mode"] == "joint" and not wanted["streams"]:
         free |= set(wanted) - {"mode", "lora_rank", "lora_alpha"}
@@ -170,9 +171,11 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
     vocabulary, start = model.vocabulary, model.start
     if start is not None:
         model.start = StreamStart(manifest.config, model.port.hidden_size)
-    read_weights(model, folder, alone=start is None)
-    if start is not None and model.start is not None:
-        start.begin_as(model.start)
+    try:
+        read_weights(model, folder, alone=start is None)
+        if start is not None and model.start is not None:
+            start.begin_as(model.start)
+    finally:
         model.start = start
     model.restrict(vocabulary)
     if model.sampler is not None and model.sampler.width != sampler_width:

@@ -277,10 +277,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training will cost; a step is an update, of `accumulate` passes.
+    """What a training will cost; a step is an update, of `accumulate` passes in every process.
 
     Attributes:
-        examples, passes, updates: of the whole run, all epochs included.
+        examples, passes, updates: of the whole run, all epochs and processes included.
+        processes: that train together, each with passes of its own.
         main, stream: slots per pass.
         head: rows through the head per pass, by term.
         padding: share of the slots that hold no text.
@@ -302,6 +303,7 @@ class Plan:
     forward: Spread
     backward: Spread
     over_lora: float
+    processes: int = 1
     memory: Memory | None = None
     measured: tuple[Measured, ...] = ()
     seconds_per_update: float | None = None
@@ -317,8 +319,9 @@ class Plan:
     def line(self) -> str:
         """In a line, for the start of a run."""
         rows = sum(spread.mean for spread in self.head.values())
+        among = f" of {self.processes} processes" if self.processes > 1 else ""
         return (
-            f"{self.passes:,} passes in {self.updates:,} updates; a pass has {self.main.mean:,.0f} main and "
+            f"{self.passes:,} passes in {self.updates:,} updates{among}; a pass has {self.main.mean:,.0f} main and "
             f"{self.stream.mean:,.0f} stream slots on average, {self.padding:.0%} of them padding, and {rows:,.0f} "
             f"rows in the head; {self.over_lora:.2f} times the operations of a LoRA without streams"
         )
@@ -332,12 +335,13 @@ def planned(
     examples: int,
     memory: Memory | None = None,
     measured: Sequence[Measured] = (),
+    processes: int = 1,
 ) -> Plan:
-    """The plan of passes with these rows, whose loss has these terms."""
+    """The plan of passes with these rows, of all `processes`, whose loss has these terms."""
     twin = sizes.lora_only()
-    updates = ceil(len(rows) / config.accumulate)
+    updates = ceil(len(rows) / (config.accumulate * processes))
     totals = [sizes.total(one) for one in rows]
-    seconds = sum(seconds_for(one, measured) for one in totals) if measured else None
+    seconds = sum(seconds_for(one, measured) for one in totals) / processes if measured else None
     return Plan(
         examples=examples,
         passes=len(rows),
@@ -349,6 +353,7 @@ def planned(
         forward=Spread.of(map(sizes.forward, rows)),
         backward=Spread.of(map(sizes.backward, rows)),
         over_lora=sum(totals) / sum(twin.total(without_streams(one)) for one in rows),
+        processes=processes,
         memory=memory,
         measured=tuple(sorted(measured, key=lambda one: one.operations)),
         seconds_per_update=None if seconds is None else seconds / updates,

@@ -34,6 +34,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def number() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_first() -> bool:
     """Whether this process writes files and talks to the user."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -16,7 +16,7 @@ from forestream.compiled import EagerLayers
 from forestream.data import Collator, TokenDataset, Tokens
 from forestream.model import PassOutput, StreamingLM
 from forestream.objective import LossConfig, TargetBatch, batch_pass, joint_loss
-from forestream.plan import Activations, Measured, Plan, Sizes, batches_of, layered, memory_of, planned, rows_of
+from forestream.plan import Activations, Measured, Memory, Plan, Sizes, batches_of, layered, memory_of, planned, rows_of
 from forestream.recomputed import RecomputedLayers
 from forestream.training import TrainConfig
 
@@ -65,17 +65,25 @@ class Trial:
     """One training, counted and, if asked for, measured."""
 
     def __init__(
-        self, model: StreamingLM, data: TokenDataset, collate: Collator, config: TrainConfig, loss: LossConfig
+        self,
+        model: StreamingLM,
+        data: TokenDataset,
+        collate: Collator,
+        config: TrainConfig,
+        loss: LossConfig,
+        processes: int = 1,
     ) -> None:
         self.model, self.data, self.collate, self.config, self.loss = model, data, collate, config, loss
+        self.processes = processes
         self.sizes = Sizes.of(model, config.checkpointing)
         self.terms = loss.weights(model.stream_config.streams, model.scorer is not None)
         self.batches = batches_of(data, config.batch_size)
+        self.examples = sum(bool(one.completion) for batch in self.batches for one in batch)  # others only fill up
         self.rows = [rows_of(batch, collate, "scorer" in self.terms, model.vocabulary) for batch in self.batches]
 
     def counted(self) -> Plan:
         """Without running anything."""
-        return planned(self.rows, self.sizes, list(self.terms), self.config, len(self.data))
+        return self._planned()
 
     def measured(self, quantiles: Sequence[float] = QUANTILES, done: Callable[[], None] = lambda: None) -> Plan:
         """With seconds and memory, from passes that are run forward and backward; the model stays as it is.
@@ -83,7 +91,8 @@ class Trial:
         Args:
             done: called behind each pass.
         """
-        order = sorted(range(len(self.rows)), key=lambda i: self.sizes.total(self.rows[i]))
+        asking = [i for i, batch in enumerate(self.batches) if any(one.completion for one in batch)]
+        order = sorted(asking, key=lambda i: self.sizes.total(self.rows[i]))
         chosen = sorted({round(share * (len(order) - 1)) for share in quantiles})
         places = [order[place] for place in chosen]
         found = []
@@ -93,7 +102,11 @@ class Trial:
                 found.append(self._measure(place))
                 done()
         memory = memory_of(self.model, self.rows[order[-1]], self.sizes, activations, self.loss)
-        return planned(self.rows, self.sizes, list(self.terms), self.config, len(self.data), memory, found[1:])
+        return self._planned(memory, found[1:])
+
+    def _planned(self, memory: Memory | None = None, measured: Sequence[Measured] = ()) -> Plan:
+        terms = list(self.terms)
+        return planned(self.rows, self.sizes, terms, self.config, self.examples, memory, measured, self.processes)
 
     def _measure(self, place: int) -> Measured:
         batch = self._batch(self.batches[place])

@@ -181,6 +181,7 @@ def test_the_command_writes_the_same_adapter_from_two_processes(command: tuple[P
     done = torchrun("-m", "forestream", *words, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("wrote") == 1
+    assert "in 5 updates of 2 processes;" in " ".join(done.stdout.split())
     record = json.loads((adapters / way / checkpoint.PROVENANCE).read_text())
     assert record["processes"] == 2
     # Five updates, and no line of the log before the last one: what it says is gathered at the very end.

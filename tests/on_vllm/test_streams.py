@@ -18,6 +18,7 @@ from forestream.config import DecodeSettings
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.steps import tokens_of
+from forestream.vllm.exported import KEY
 from forestream.vllm.models import Streaming
 from forestream.vllm.server import options
 from served import FORCED, HOSTS, STREAMS, chains, counted, exported, texts
@@ -166,16 +167,27 @@ def test_prompts_read_in_pieces_and_texts_up_to_the_last_place_there_is(tmp_path
 
 
 @pytest.mark.slow
-def test_a_compiled_target_hands_out_its_trunk_and_its_streams_are_compiled_too(tmp_path: Path, engine: Any) -> None:
-    folder, model = exported(tmp_path)
+@pytest.mark.parametrize("mode", ["joint", "lossless"])
+def test_a_compiled_target_hands_out_its_trunk_and_its_streams_are_compiled_too(
+    mode: str, tmp_path: Path, engine: Any
+) -> None:
+    folder, model = exported(tmp_path, mode=mode)
     truths = told(model, PROMPTS[1:5], 24)
     streaming = engine(folder, STREAMS, FORCED, enforce_eager=False)
     assert streaming.llm_engine.vllm_config.compilation_config.mode.name != "NONE"
-    own = Forced.latest.stream_pass
-    assert own.compiled or own.aot_compiled_fn is not None
+    target = Forced.latest.target
+
+    def eager(*given: Any) -> None:
+        raise AssertionError("the streams run eagerly")
+
+    target.run_streams = eager  # compiled code calls it no more
     expect(truths)
     assert texts(streaming, PROMPTS[1:5], 24) == written(truths)
     assert_same_drafts(model, truths)
+    config = streaming.llm_engine.vllm_config
+    named = config.compute_hash()
+    del getattr(config.model_config.hf_config, KEY)["hands_out_trunk"]
+    assert config.compute_hash() != named  # that of a target which hands out nothing
 
 
 def test_the_more_requests_run_the_fewer_tokens_each_drafts(tmp_path: Path, engine: Any) -> None:

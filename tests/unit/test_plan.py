@@ -312,6 +312,21 @@ def test_a_plan_sums_up_its_passes() -> None:
     assert "3 passes in 2 updates; a pass has 3 main and 6 stream slots on average, 33% of them padding" in plan.line()
 
 
+def test_processes_share_the_passes_of_a_plan() -> None:
+    """An update takes as many passes of each of them, and they run side by side."""
+    config = TrainConfig(batch_size=4, accumulate=2, dtype="float32")
+    model = trainable("llama")
+    collate = collator(model.stream_config.streams, 0, config)
+    plan = Trial(model, ordered(examples(30), config, 0, 2), collate, config, LOSS, 2).counted()
+    assert (plan.examples, plan.passes, plan.updates, plan.processes) == (30, 8, 2, 2)
+    assert "8 passes in 2 updates of 2 processes;" in plan.line()
+    sizes = Sizes((Layer(10, 1, 1),), trunk=0, head=3, trunk_learns=True)
+    rows = [Rows(4, 8, 4, (4,), 4, 36)] * 6
+    measured = [Measured(sizes.total(rows[0]), 0.5, 100)]
+    plan = planned(rows, sizes, ("main",), config, 24, None, measured, 3)
+    assert (plan.updates, plan.seconds, plan.seconds_per_update) == (1, 1.0, 1.0)
+
+
 def test_a_trial_leaves_the_model_as_it_was() -> None:
     model = trainable("llama").eval()
     before = trained(model)

@@ -290,6 +290,25 @@ def test_streams_that_an_adapter_lacks_begin_as_its_last(tmp_path: Path, streams
     assert all(torch.equal(tensor, trained(fresh)[name]) for name, tensor in kept.items())
 
 
+def test_streams_whose_values_turn_by_their_number_start_from_as_many(tmp_path: Path) -> None:
+    saved(tmp_path / "first", value_rotation=True)
+    known = Manifest.read(tmp_path / "first").base.fingerprint
+    begin_from(trainable("llama", value_rotation=True), tmp_path / "first", known)
+    with pytest.raises(CheckpointError, match="it was trained with streams 4, not 6"):
+        begin_from(trainable("llama", value_rotation=True, streams=6), tmp_path / "first", known)
+
+
+def test_an_adapter_that_cannot_be_read_leaves_the_start_as_it_was(tmp_path: Path) -> None:
+    saved(tmp_path / "first")
+    known = Manifest.read(tmp_path / "first").base.fingerprint
+    fresh = trainable("llama", streams=6)
+    start = fresh.start
+    (tmp_path / "first" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        begin_from(fresh, tmp_path / "first", known)
+    assert fresh.start is start
+
+
 def test_streams_do_not_start_from_an_adapter_without_any(tmp_path: Path) -> None:
     saved(tmp_path / "first", streams=0)
     known = Manifest.read(tmp_path / "first").base.fingerprint

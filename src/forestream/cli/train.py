@@ -205,7 +205,7 @@ class _Run:
     ) -> None:
         import torch
 
-        from forestream import checkpoint
+        from forestream import checkpoint, processes
         from forestream.bases import fingerprint, load_base
         from forestream.data import template_of
         from forestream.training import collator, equip, ordered, training_model, usable
@@ -236,8 +236,9 @@ class _Run:
         self.pad: int = tokenizer.eos_token_id
         used = usable(self.examples, config)
         equip(self.model, used, self.pad, config)
-        collate = collator(recipe.streams.streams, self.pad, config)
-        self.trial: Trial = Trial(self.model, ordered(used, config, self.pad), collate, config, recipe.loss)
+        collate, world = collator(recipe.streams.streams, self.pad, config), processes.number()
+        order = ordered(used, config, self.pad, world)
+        self.trial: Trial = Trial(self.model, order, collate, config, recipe.loss, world)
         self.report: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationMode, VllmConfig
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -88,6 +87,8 @@ class Streaming:
                     "in one place: serve with pipeline_parallel_size 1, or without speculation"
                 )
             self.keep_trunk(vllm_config)
+            # Compiled code is kept under a print of the configuration, in which n-grams and streams would be alike.
+            getattr(hub, KEY)["hands_out_trunk"] = True
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -205,29 +206,6 @@ class Streaming:
         else:
             logits = model.logits_processor(self._draft_head, finished)[:, : len(ids)]
         return ids[logits.argmax(dim=-1)]
-
-
-@support_torch_compile(dynamic_arg_dims={"states": 0, "positions": 0})
-class StreamPass(nn.Module):
-    """`run_streams` of a target; compiled wherever vLLM compiles the target itself."""
-
-    def __init__(self, *, vllm_config: VllmConfig, target: Any) -> None:
-        super().__init__()
-        vars(self)["target"] = target  # no submodule: the weights are the target's
-
-    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
-        target: Any = self.target
-        streamed: Tensor = target.run_streams(states, positions)
-        return streamed
-
-    def warm(self, rows: int) -> None:
-        """Compile now what the first request would wait for: a pass of `rows` streams that keeps nothing."""
-        target: Any = self.target
-        like = next(target.start.parameters())
-        states = torch.zeros(rows, like.shape[-1], dtype=like.dtype, device=like.device)
-        positions = torch.arange(rows, device=like.device)
-        with torch.inference_mode(), set_forward_context(None, self.vllm_config, num_tokens=rows):
-            self(states, positions)
 
 
 def _sampler(found: dict[str, Tensor], config: Any) -> PathSampler:

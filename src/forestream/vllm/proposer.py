@@ -25,7 +25,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from forestream.errors import ConfigError
 from forestream.vllm import check_version
 from forestream.vllm.exported import KEY, check_drafts, stream_config
-from forestream.vllm.models import Pass, Streaming, StreamPass
+from forestream.vllm.models import Pass, Streaming
+from forestream.vllm.stream_pass import StreamPass
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class StreamProposer:
         self._block_size = 0
 
     def load_model(self, target_model: Any) -> None:
-        """Take the loaded target, whose layers and head the streams run through, and compile their pass if it is."""
+        """Take the loaded target, whose layers and head the streams run through; their pass is compiled here."""
         if not isinstance(target_model, Streaming):
             raise ConfigError(
                 f"the target is a {type(target_model).__name__}; expected a model that `forestream export vllm` wrote"
@@ -158,6 +159,7 @@ class StreamProposer:
             self.vllm_config,
             num_tokens=len(of),
             slot_mapping=dict.fromkeys(names, mapping),
+            skip_compiled=len(of) > self.vllm_config.scheduler_config.max_num_batched_tokens,  # code is for no more
         ):
             finished = self.stream_pass(states, positions.to(device))
         roots = torch.tensor([sampled_token_ids[row][-1] for row in anchors.rows])

@@ -172,7 +172,9 @@ def test_a_run_can_start_from_an_adapter(recipe: Path, tmp_path: Path) -> None:
     assert provenance(tmp_path / "first")["started_from"] is None
     first, second = (load_file(tmp_path / name / STREAMS) for name in ("first", "second"))
     assert all(bool((first[name] == tensor).all()) for name, tensor in second.items())
-    assert "trained with streams 2, not 3" in refused(*again[:2], "--plan", *again[4:], "--streams", 3)
+    elsewhere = (*again[:2], "--plan", *again[4:])
+    assert "start_from: first" in done(*elsewhere, "--streams", 3)
+    assert "trained with lora_rank" in refused(*elsewhere, "streams.lora_rank=3")
 
 
 def test_what_cannot_be_trained_is_refused_in_a_line(recipe: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_records_of_other_adapters_and_of_nothing_are_refused(adapter: Path, tmp
     ("name", "evaluations", "runs"),
     [
         ("smollm2-135m-e2e", ["e2e-quality-joint"], ["e2e-test-float32"]),
-        ("smollm2-135m-sql", [], ["sql-test-float32"]),
+        ("smollm2-135m-sql", ["sql-quality-joint"], ["sql-test-float32"]),
     ],
 )
 def test_shipped_cards_are_what_their_records_say(name: str, evaluations: list[str], runs: list[str]) -> None:

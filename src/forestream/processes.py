@@ -70,12 +70,12 @@ def shard(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     Raises:
         ConfigError: there are no other processes.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if number() == 1:
         raise ConfigError("weights can be sharded among several processes only; start the run with torchrun")
     for parameter in model.parameters():
         if parameter.requires_grad:
             dist.broadcast(parameter.data, src=0)
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (number(),))
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
 

@@ -54,7 +54,7 @@ def tree_form(settings: DecodeSettings) -> str:
     if settings.tree == "budget":
         return f"draft trees of {settings.nodes} nodes" if settings.nodes > 1 else "no drafts: plain decoding is faster"
     if settings.tree == "full":
-        return f"full draft trees, {settings.k} candidates per stream"
+        return f"full draft trees, {settings.k} candidate{'s' if settings.k > 1 else ''} per stream"
     return f"draft trees of one shape of {len(settings.shape or ()) + 1} nodes"
 
 

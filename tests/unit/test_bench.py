@@ -19,6 +19,7 @@ from forestream.baseline import plain
 from forestream.bench.asked import asked
 from forestream.bench.entropy import mean_entropy, rank_correlation
 from forestream.bench.log import differences
+from forestream.bench.methods import method
 from forestream.cli import app
 from forestream.config import DecodeSettings
 from forestream.data import prompt_ids
@@ -28,7 +29,7 @@ from forestream.steps import tokens_of
 from forestream.tasks import Example, get_task
 from wrapped import prompt, wrapped
 
-METHODS = ("plain", "forestream", "full-2+prune+fused", "transformers")
+METHODS = ("plain", "forestream", "full-2+prune+G2+fused", "transformers")
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}a:"
 
 
@@ -65,13 +66,22 @@ def test_the_baseline_and_every_method_ran_and_were_counted_alike(run: tuple[dic
     assert differences(record) == []
 
 
+def test_a_name_says_how_many_streams_draft(run: tuple[dict[str, Any], Result], adapter: Path) -> None:
+    record, _ = run
+    assert record["methods"]["full-2+prune+G2+fused"]["settings"]["streams"] == 2
+    generator = Generator.from_pretrained(adapter, dtype=torch.float32, settings=DecodeSettings(max_new_tokens=12))
+    for name, levels in (("full-2", 3), ("full-2+G2", 2), ("full-2+G1", 1)):
+        (steps,) = method(name, generator).run([prompt(8)])
+        assert max(max(step.tree.topology.depths) for step in steps if step.tree) == levels
+
+
 def test_what_was_drafted_stands_beside_what_was_accepted(run: tuple[dict[str, Any], Result]) -> None:
     """J11, K15."""
     record, result = run
     for name, row in record["methods"].items():
         assert row["drafted_per_pass"] == pytest.approx(row["nodes_per_pass"] - 1)
         assert row["passes_with_drafts"] + sum(row["passes_without"].values()) == row["passes"]
-        drafts = name in ("forestream", "full-2+prune+fused")
+        drafts = name in ("forestream", "full-2+prune+G2+fused")
         assert (row["drafted_per_pass"] > 0) is drafts
         assert ("settings" in row["passes_without"]) is not drafts
     heading = " ".join(result.stdout.split())
@@ -87,7 +97,7 @@ def test_repeats_waits_and_costs_are_recorded(run: tuple[dict[str, Any], Result]
         assert spread["min"] <= spread["median"] <= spread["max"]
         assert row["decode_seconds"] == pytest.approx(sum(map(sum, row["per_prompt"]["decode_seconds"])) / 3, abs=1e-3)
         assert 0 <= row["latency"]["between_tokens"]["p50"] <= row["latency"]["between_passes"]["p99"]
-        drafts = name in ("forestream", "full-2+prune+fused")
+        drafts = name in ("forestream", "full-2+prune+G2+fused")
         assert (row["extra_parameters"] > 0) is (row["extra_operations_per_pass"] > 0) is drafts
         assert set(row["scores"]) == {"exact_match"}
     assert record["memory"] is None or record["memory"]["peak"] >= record["memory"]["loaded"]

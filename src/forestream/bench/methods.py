@@ -35,12 +35,12 @@ Settings = TypeVar("Settings", bound=JsonConfig)
 STOCK = "transformers"
 MEDUSA = "medusa"
 KNOWN: Final = (
-    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +fused or +prune+fused), "
+    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +GN and +fused, in this order), "
     "lookup[-GAMMA[-N]], lookahead[-W-N-G], draft-model[-GAMMA], medusa, medusa-static-M, medusa-budget-M, "
     "medusa-full-K, transformers, transformers+lookup[-GAMMA], transformers+draft-model[-GAMMA]"
 )
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
-_TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(?P<fused>\+fused)?")
+_TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(\+G(?P<streams>\d+))?(?P<fused>\+fused)?")
 _MEDUSA = re.compile(rf"{MEDUSA}(-(?P<tree>full|budget|static)-(?P<size>\d+))?")
 _LOOKUP = re.compile(r"lookup(-(?P<gamma>\d+)(-(?P<max_ngram>\d+))?)?")
 _LOOKAHEAD = re.compile(r"lookahead(-(?P<window>\d+)-(?P<ngram>\d+)-(?P<guesses>\d+))?")
@@ -100,6 +100,7 @@ def method(
     forestream                      the generator's own settings
     budget-M, full-K                a tree of M nodes, or of the K best tokens of each stream
     ...+prune                       the same, edges below `prune_below` pruned
+    ...+GN                          the same, drafted by the first N streams
     ...+fused                       the same, every surviving node carrying streams
     lookup-GAMMA-N                  prompt lookup: GAMMA tokens behind a match of N tokens at most
     lookahead-W-N-G                 lookahead decoding: W columns of guesses, n-grams of N tokens, G of them checked
@@ -205,6 +206,7 @@ def _tree(match: re.Match[str], settings: DecodeSettings, prune_below: float) ->
         shape=None,
         prune_below=prune_below if match["pruned"] else 0.0,
         prune_to=None,
+        streams=int(match["streams"]) if match["streams"] else settings.streams,
         carriers="fused" if match["fused"] else "deferred",
     )
 

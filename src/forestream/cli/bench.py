@@ -37,8 +37,9 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +fused or +prune+fused behind them; plain-float32 (or -bfloat16, -float16) is plain "
-            "decoding in another dtype. Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
+            "also with +prune, +GN (only the first N streams draft) and +fused behind them, in this order; "
+            "plain-float32 (or -bfloat16, -float16) is plain decoding in another dtype. "
+            "Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
             "in the text and drafts the GAMMA behind them; draft-model-GAMMA has the --draft-model write GAMMA tokens "
             "ahead; lookahead-W-N-G checks up to G n-grams of N tokens, gathered from guesses in W columns; medusa, "
             "medusa-static-M, medusa-budget-M and medusa-full-K draft with the heads of --medusa. The host library's "

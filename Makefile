@@ -84,7 +84,8 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	@benchmarks/e2e.sh '$(DATA_DIR)' $(ARGS)
-	@benchmarks/sql.sh '$(DATA_DIR)'
+	@benchmarks/adapter.sh sql '$(DATA_DIR)'
+	@benchmarks/adapter.sh dialogsum '$(DATA_DIR)'
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,27 +1,33 @@
 #!/usr/bin/env bash
-# Every record of the shipped SQL adapter in float32. Needs an idle machine and about half an hour on two cores.
-#   benchmarks/sql.sh DATA_DIR [TWIN_ADAPTER]
+# Every float32 record of the shipped SQL or DialogSum adapter. Needs an idle machine and about half an hour on two cores.
+#   benchmarks/adapter.sh sql|dialogsum DATA_DIR [TWIN_ADAPTER]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-data=${1:?the folder that holds sql_create_context/test.jsonl.gz}
-twin=${2:-}
-adapter=adapters/smollm2-135m-sql
+task=${1:?sql or dialogsum}
+data=${2:?the folder that holds the data sets}
+twin=${3:-}
+case $task in # prompts to choose settings with, to measure, to score; prompt lookup's best setting of the sweep below
+  sql) chosen=16 measured=80 scored=1000 lookup=lookup-4-2 ;;
+  dialogsum) chosen=12 measured=40 scored=500 lookup=lookup-4-2 ;;
+  *) echo "no adapter is shipped for $task; expected sql or dialogsum" >&2 && exit 2 ;;
+esac
+adapter=adapters/smollm2-135m-$task
 results=benchmarks/results
 run=.venv/bin/forestream
-bench=($run bench --adapter "$adapter" --task sql --data-dir "$data" --dtype float32)
+bench=($run bench --adapter "$adapter" --task "$task" --data-dir "$data" --dtype float32)
 
 # Settings, prompt lookup's too, are chosen on the validation split and reported on the test split.
-$run tune --adapter "$adapter" --task sql --data-dir "$data" --limit 16 --candidates 4 --dtype float32 \
-  --output decoding.json --json $results/sql-tune-float32.json
+$run tune --adapter "$adapter" --task "$task" --data-dir "$data" --limit $chosen --candidates 5 --dtype float32 \
+  --output decoding.json --json "$results/$task-tune-float32.json"
 "${bench[@]}" --split validation --limit 24 --settings decoding.json \
-  --methods plain,lookup-2-2,lookup-4-2,lookup-4-3,lookup-8-2 --json $results/sql-lookup-float32.json
-"${bench[@]}" --split test --limit 80 --settings decoding.json \
-  --methods plain,transformers,lookup-4-2,forestream,budget-32 --json $results/sql-test-float32.json
+  --methods plain,lookup-2-2,lookup-4-2,lookup-4-3,lookup-8-2 --json "$results/$task-lookup-float32.json"
+"${bench[@]}" --split test --limit $measured --settings decoding.json \
+  --methods plain,transformers,$lookup,forestream,budget-5+G4,budget-32 --json "$results/$task-test-float32.json"
 rm decoding.json
 
 quality() {
-  $run evaluate --adapter "$1" --task sql --split test --data-dir "$data" --limit 1000 --way batched --batch-size 32 \
-    --dtype float32 --json "$results/sql-quality-$2.json"
+  $run evaluate --adapter "$1" --task "$task" --split test --data-dir "$data" --limit $scored --way batched --batch-size 32 \
+    --dtype float32 --json "$results/$task-quality-$2.json"
 }
 quality "$adapter" joint
 if [ -n "$twin" ]; then quality "$twin" twin; fi

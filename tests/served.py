@@ -93,7 +93,7 @@ def exported(
 def chains(model: StreamingLM, start: Sequence[int], text: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
     """The chain that our own engine drafts at every place of a text, by the text that it is behind."""
     states = stream_states(model, start, text)
-    trees = [FullTree(1).follow(root, Paths(model, own)) for root, own in zip(text, states, strict=True)]
+    trees = [FullTree(1).follow(root, Paths(model, own, 1)) for root, own in zip(text, states, strict=True)]
     return {(*start, *text[: t + 1]): [*tree.tokens[1:]] for t, tree in enumerate(trees)}
 
 

@@ -18,6 +18,7 @@ from forestream.drafting import RankDrafter, best_tokens
 from forestream.errors import ConfigError, PromptError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
+from forestream.paths import told
 from forestream.verify import verify
 
 ROWS = 128
@@ -133,7 +134,7 @@ def record(
     # What a stream foretells behind the text's own tokens: no other path is followed.
     before = torch.tensor([*tokens, *[0] * streams], device=model.device).unfold(0, streams, 1)[: len(tokens)].flatten()
     for rows, own in zip(states.split(ROWS), before.split(ROWS), strict=True):
-        logits = model.draft_logits(model.behind(rows, own))
+        logits = told(model, rows, own, candidates)
         best, scores = best_tokens(logits, candidates, known)
         ids += best
         log_probs += scores

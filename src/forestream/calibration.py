@@ -134,7 +134,7 @@ def _drafted(
     if model.sampler is not None:
         states = stream_states(model, prompt, text)
         places = zip(text, states, depths, strict=False)
-        return [drafter.follow(root, Paths(model, own[:depth])) for root, own, depth in places]
+        return [drafter.follow(root, Paths(model, own[:depth], drafter.width)) for root, own, depth in places]
     trace = record(model, prompt, text, max(drafter.width, 1))
     rows = zip(text, trace.ids.tolist(), trace.log_probs.tolist(), depths, strict=False)
     return [drafter.grow(root, ids[:depth], log_probs[:depth]) for root, ids, log_probs, depth in rows]

@@ -157,7 +157,7 @@ def _drafter(
     def draft(row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
         law = partial(row.mirrored, vocabulary=vocabulary)
         if sampler is not None and given is None:
-            return own.follow(row.text[-1], Paths(model, ahead, law))
+            return own.follow(row.text[-1], Paths(model, ahead, own.width, law if row.mirrors else None))
         logits = law(ahead if sampler is None else model.draft_logits(ahead))
         if vocabulary is None:
             return (given or own)(row.text, logits)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forestream import weights
@@ -30,6 +31,9 @@ from forestream.vocabulary import DraftVocabulary
 
 # From the trunk's output [B, N, D] to the nodes that survive in each row's tree, in increasing order.
 Prune = Callable[[Tensor], tuple[tuple[int, ...], ...]]
+
+# Weight [K, E] and bias [K] of a head.
+Rows = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class StreamingLM(nn.Module):
         self.vocabulary: DraftVocabulary | None = None
         self.draft_head: nn.Module | None = None
         self.sampler: PathSampler | None = None
+        self._plain_rows: Rows | None = None
         self.gate: SlotGate | None = None
         self.layers: EagerLayers = EagerLayers(self.port)
         own = next(base.parameters())
@@ -163,6 +168,9 @@ class StreamingLM(nn.Module):
         if self.gate is not None:
             self.gate.open(1, 1, self.device)  # whatever pass came before, the probes have main slots only
         shared = self.port.shared_inputs if compile != "off" else ()
+        rows, embedding = self.draft_rows, self.port.model.get_input_embeddings().weight
+        if self.sampler is not None and rows is not None and (self.draft_head is not None or rows[0] is embedding):
+            self._plain_rows = rows  # packing copies: they stay where they are few, or lie there anyway
         if weights.can_pack(self.port.model):
             # the whole model, head included: nothing else in it multiplies
             weights.pack(self, shared)
@@ -191,10 +199,25 @@ class StreamingLM(nn.Module):
         logits: Tensor = self.port.head(self.port.finish(states))
         return logits
 
-    def draft_logits(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows K"]:
-        """Logits of stream states: the host's final norm, and the head's rows of the draft vocabulary, or all of it."""
-        logits: Tensor = self.port.head(self.port.finish(states), self.draft_head)
+    def draft_logits(self, states: Float[Tensor, "*rows D"], rows: Rows | None = None) -> Float[Tensor, "*rows X"]:
+        """Logits of stream states: the host's final norm, and the head's rows of the draft vocabulary, or all of it.
+
+        Args:
+            rows: multiply by these of the `draft_rows` alone.
+        """
+        head: Callable[[Tensor], Tensor] | None = self.draft_head
+        if rows is not None:
+            head = partial(functional.linear, weight=rows[0], bias=rows[1])
+        logits: Tensor = self.port.head(self.port.finish(states), head)
         return logits
+
+    @property
+    def draft_rows(self) -> Rows | None:
+        """Weight and bias of the streams' head, where they lie in memory row by row."""
+        head = self.port.output if self.draft_head is None else self.draft_head
+        if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
+            return head.weight, head.bias
+        return self._plain_rows
 
     def ahead(self, states: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows X"]:
         """What drafts are made of: logits of stream states, or with a path sampler the states, which need a path."""

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.drafting import best_ids, best_tokens
 from forestream.model import StreamingLM
 
+NEAR = 128
+"""Candidates of a stream that a path sampler is to choose among: those that come first whatever stands before them."""
 
-def unchanged(logits: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-    """The law of drafts that nothing else is asked of."""
-    return logits
+
+def shortlisted(model: StreamingLM, width: int) -> int | None:
+    """C, how many candidates a stream has along paths: NEAR, or `width` if that is more.
+
+    With a short list the whole head is read once for all streams and not once a level. None where it is read whole:
+    there is no path sampler, the head knows no more tokens, or its rows are not at hand.
+    """
+    count = max(NEAR, width)
+    if model.sampler is None or model.draft_rows is None or len(model.draft_rows[0]) <= count:
+        return None
+    return count
+
+
+def told(
+    model: StreamingLM, states: Float[Tensor, "N D"], before: Int[Tensor, " N"], width: int
+) -> Float[Tensor, "N K"]:
+    """Logits of streams behind the tokens `before`: minus infinity at those that are no candidates along paths."""
+    logits = model.draft_logits(model.behind(states, before))
+    if (count := shortlisted(model, width)) is None:
+        return logits
+    near = model.draft_logits(states).topk(count, dim=1).indices
+    return torch.full_like(logits, -torch.inf).scatter(1, near, logits.gather(1, near))
 
 
 @dataclass(frozen=True)
@@ -25,12 +47,14 @@ class Paths:
     Attributes:
         model: with a path sampler.
         states: final states of the streams that may be used, [G, D].
-        law: what becomes of logits before drafts are chosen by them.
+        width: most tokens that will be asked for behind one.
+        law: what becomes of logits of all columns before drafts are chosen by them; None leaves them as they are.
     """
 
     model: StreamingLM
     states: Float[Tensor, "G D"]
-    law: Callable[[Tensor], Tensor] = unchanged
+    width: int
+    law: Callable[[Tensor], Tensor] | None = None
 
     @property
     def depth(self) -> int:
@@ -39,16 +63,33 @@ class Paths:
 
     def ids(self, level: int, tokens: Sequence[int], k: int) -> list[list[int]]:
         """The k best tokens of stream `level` + 1 behind each of `tokens`."""
-        vocabulary = self.model.vocabulary
-        return best_ids(self._logits(level, tokens), k, None if vocabulary is None else vocabulary.ids)
+        logits, ids = self._behind(level, tokens)
+        return best_ids(logits, k, ids)
 
     def scored(self, level: int, tokens: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        """These, and their log-probabilities."""
-        vocabulary = self.model.vocabulary
-        return best_tokens(self._logits(level, tokens), k, None if vocabulary is None else vocabulary.ids)
+        """These, and their log-probabilities among those that they are chosen from."""
+        logits, ids = self._behind(level, tokens)
+        return best_tokens(logits, k, ids)
 
     @torch.inference_mode()
-    def _logits(self, level: int, tokens: Sequence[int]) -> Float[Tensor, "N K"]:
+    def _behind(self, level: int, tokens: Sequence[int]) -> tuple[Float[Tensor, "N C"], Int[Tensor, " C"] | None]:
+        """Logits of the tokens that are chosen among, and these tokens; None where they are all V."""
         states = self.states[level].expand(len(tokens), -1)
-        before = torch.tensor(tokens, device=states.device)
-        return self.law(self.model.draft_logits(self.model.behind(states, before)))
+        states = self.model.behind(states, torch.tensor(tokens, device=states.device))
+        ids = None if self.model.vocabulary is None else self.model.vocabulary.ids
+        if self._near is None:
+            logits = self.model.draft_logits(states)
+            return logits if self.law is None else self.law(logits), ids
+        columns, weight, bias = self._near
+        logits = self.model.draft_logits(states, (weight[level], None if bias is None else bias[level]))
+        return logits, columns[level] if ids is None else ids[columns[level]]
+
+    @cached_property
+    def _near(self) -> tuple[Int[Tensor, "G C"], Float[Tensor, "G C E"], Float[Tensor, "G C"] | None] | None:
+        """Columns of each stream's candidates, in increasing order, with the head's rows; None where they are all."""
+        count = shortlisted(self.model, self.width) if self.law is None and self.depth else None
+        if count is None or self.model.draft_rows is None:
+            return None
+        columns = self.model.draft_logits(self.states).topk(count, dim=1, sorted=False).indices.sort(dim=1).values
+        weight, bias = self.model.draft_rows
+        return columns, weight[columns], None if bias is None else bias[columns]

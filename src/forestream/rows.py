@@ -74,13 +74,18 @@ class Row:
                 tree = tree.subset(kept)
         return tree
 
+    @property
+    def mirrors(self) -> bool:
+        """Whether penalties are asked to act on drafts, and there are any."""
+        return bool(self.request.sampling.mirror and self._penalties)
+
     def mirrored(self, logits: Float[Tensor, "G K"], vocabulary: DraftVocabulary | None = None) -> Float[Tensor, "G K"]:
         """Logits of streams under the penalties, as far as they are asked to act on drafts.
 
         Args:
             vocabulary: the tokens that the columns are of; None where they are all V.
         """
-        if not (self.request.sampling.mirror and self._penalties and len(logits)):
+        if not (self.mirrors and len(logits)):
             return logits
         logits, ids = logits.float(), self._ids(logits.device).expand(len(logits), -1)
         if vocabulary is not None:  # penalties know tokens, not columns

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import tiny
 import zoo
 from batch import together
-from forestream import checkpoint, objective
+from forestream import checkpoint, objective, paths
 from forestream.acceptance import record, simulate
 from forestream.calibration import replay, score_text
 from forestream.checkpoint import LORA, PROVENANCE, SAMPLER, STREAMS
@@ -21,13 +21,14 @@ from forestream.cli import app
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.data import Collator, Tokens
 from forestream.decode import decode
-from forestream.drafting import BudgetTree, DraftTree, drafter_for
+from forestream.drafting import BudgetTree, DraftTree, best_ids, drafter_for
 from forestream.errors import CheckpointError, ConfigError
 from forestream.generation import Generator
 from forestream.manifest import MANIFEST, Manifest
 from forestream.model import StreamingLM
 from forestream.objective import LossConfig, batch_pass, joint_loss, tokens_before
 from forestream.packing import Pack
+from forestream.paths import told
 from forestream.requests import Request
 from forestream.sampler import fit_sampler, save_sampler
 from forestream.steps import Step, tokens_of
@@ -175,6 +176,54 @@ def test_penalties_and_the_vocabulary_hold_along_paths() -> None:
     assert drafts <= set(left[:4])
 
 
+@pytest.mark.parametrize("name", ["budget", "full", "static", "pruned"])
+@pytest.mark.parametrize(("host", "restricted"), [("llama", True), ("llama-tied", False)])
+@pytest.mark.parametrize("compile", [None, "off"])
+def test_drafts_are_chosen_among_the_likeliest_whatever_stands_before(
+    name: str, host: str, restricted: bool, compile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's rows are taken once for all of them, and those of few candidates once a level; packed or not."""
+    model = wrapped(host)
+    if restricted:
+        model.restrict(DraftVocabulary(range(3, 80), 89))
+    equipped(model)
+    if compile is not None:
+        model.prepare(compile)
+    assert model.draft_rows is not None
+    whole = list(decode(model, prompt(6), SETTINGS[name]))
+    monkeypatch.setattr(paths, "NEAR", 89)
+    assert trees(list(decode(model, prompt(6), SETTINGS[name]))) == trees(whole)
+    monkeypatch.setattr(paths, "NEAR", 9)
+    steps = list(decode(model, prompt(6), SETTINGS[name]))
+    assert tokens_of(steps) == tokens_of(whole)
+    assert trees(steps) != trees(whole), "a sampler as rough as this one chooses others too"
+    text, most = list(prompt(6)), max(9, drafter_for(SETTINGS[name]).width)
+    for step in steps:
+        if step.tree is not None:
+            states = streams_of(model, text)
+            depths, tokens = step.tree.topology.depths, step.tree.tokens
+            for depth, parent, token in zip(depths[1:], step.tree.topology.parents[1:], tokens[1:], strict=True):
+                state = states[depth - 1][None]
+                assert token in best_ids(model.draft_logits(state), most, known(model))[0]
+                logits = told(model, state, torch.tensor([tokens[parent]]), most)
+                assert token in best_ids(logits, drafter_for(SETTINGS[name]).width, known(model))[0]
+        text += step.tokens
+
+
+def known(model: StreamingLM) -> torch.Tensor | None:
+    return None if model.vocabulary is None else model.vocabulary.ids
+
+
+def test_a_packed_head_without_plain_rows_is_read_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "NEAR", 9)
+    plain, packed = equipped(wrapped("phi")), equipped(wrapped("phi"))
+    packed.prepare("off")
+    assert plain.draft_rows is not None
+    assert packed.draft_rows is None
+    texts = [tokens_of(list(decode(model, prompt(6), SETTINGS["budget"]))) for model in (plain, packed)]
+    assert texts[0] == texts[1]
+
+
 def test_a_drafter_of_ones_own_sees_the_streams_own_logits() -> None:
     seen: list[torch.Tensor] = []
 
@@ -192,12 +241,16 @@ def test_a_drafter_of_ones_own_sees_the_streams_own_logits() -> None:
 # --- recording ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("near", [89, 40])
 @pytest.mark.parametrize("restricted", [False, True])
-def test_a_trace_foretells_the_passes_of_full_and_static_trees(restricted: bool) -> None:
+def test_a_trace_foretells_the_passes_of_full_and_static_trees(
+    restricted: bool, near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject, model = lively(model_of("llama", "joint"), 24), wrapped("llama")
     if restricted:
         model.restrict(DraftVocabulary(sorted({*subject.text, *range(30)}), 89))
     learn(model, subject.start + subject.text)
+    monkeypatch.setattr(paths, "NEAR", near)
     trace = record(model, subject.start, subject.text, candidates=7)
     accepted = 0
     for settings in (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forestream import paths
 from forestream.baseline import plain
 from forestream.bench.work import Work, matrices, sizes_of
 from forestream.config import DecodeSettings
@@ -118,6 +119,35 @@ def test_a_smaller_head_and_a_path_sampler_are_counted_as_they_run(trimmed: bool
     assert counted.operations(len(START), steps) - 2 * own * sum(asked[1:]) == products
 
 
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_short_list_of_candidates_is_counted_as_it_runs(trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "NEAR", 9)
+    model = wrapped("llama", "joint")
+    if trimmed:
+        model.restrict(DraftVocabulary(range(0, 89, 2), 89))
+    model.add_sampler(8)
+    assert model.sampler is not None
+    settings = DecodeSettings(max_new_tokens=16, tree="full", k=2)
+    run = decode(model, START, settings)
+    steps, left = [next(run)], []
+    with watched(model) as done:
+        for step in run:
+            left.append(16 - sum(len(one.tokens) for one in steps))
+            steps.append(step)
+    work = Work.of(model, settings)
+    own, size = sum(p.numel() for p in model.sampler.parameters()), model.port.hidden_size
+    assert work.near == 9 * size
+    asked = [sum(bool(children) for children in step.tree.topology.children) for step in steps if step.tree is not None]
+    counted = replace(work, sizes=_free(work.sizes), stream_sizes=_free(work.stream_sizes))
+    # Rows of candidates are multiplied by outside of any layer. Streams that could no longer be used are counted too;
+    # what the first tree was made of belongs to the prompt's pass.
+    head = next((model.draft_head or model.port.output).parameters()).numel()
+    whole = [min(work.streams, room - 1) for room in left]
+    unused = sum(work.streams - rows for rows in whole[1:] if rows)
+    seen = sum(done) - 2 * whole[0] * head + 2 * unused * head
+    assert counted.operations(len(START), steps) == seen + 2 * sum(asked[1:]) * (own + 9 * size)
+
+
 def _scored(model: StreamingLM, settings: DecodeSettings) -> Iterator[int]:
     assert model.scorer is not None
     truth = tokens_of(list(plain(model, START, settings)))
@@ -169,3 +199,22 @@ def test_bytes_are_parameters_and_the_slots_of_a_larger_pass() -> None:
     assert large - small == sum(one.heads * (one.key_size + one.value_size) for one in kept) * 4
     assert Work.of(model).bytes == 0
     assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compile", [None, "off"])
+def test_bytes_hold_what_was_copied_out_of_the_head(compile: Any) -> None:
+    """Once as a head of few rows, and once more as rows that lie plainly, where the first are packed."""
+    bytes_of = {}
+    for trimmed in (False, True):
+        for width in (0, 8):
+            model = wrapped("llama", "joint")
+            if trimmed:
+                model.restrict(DraftVocabulary(range(40), 89))
+            if width:
+                model.add_sampler(width)
+            if compile is not None:
+                model.prepare(compile)
+            bytes_of[trimmed, width] = Work.of(model, DecodeSettings()).bytes
+    rows = 40 * 4 * model.port.hidden_size
+    assert bytes_of[True, 0] - bytes_of[False, 0] == rows
+    assert bytes_of[True, 8] - bytes_of[False, 8] == (rows if compile is None else 2 * rows)

@@ -15,7 +15,9 @@ from torch import nn
 
 from forestream.config import DecodeSettings
 from forestream.decode import Plan
+from forestream.drafting import drafter_for
 from forestream.model import StreamingLM
+from forestream.paths import shortlisted
 from forestream.plan import Layer, Rows, Sizes
 from forestream.rivals.medusa import MedusaHeads
 from forestream.steps import Step
@@ -34,9 +36,10 @@ class Work:
         fused: whether every surviving node carries streams.
         nodes: of a budget tree that grows along sampled paths, which asks about as many a level; 0 of other trees.
         sampler: weights of the path sampler, 0 where there is none.
+        near: weights of the head's rows of a stream's candidates along paths; 0 where these are all its tokens.
         heads: weights of the heads that foretell in place of streams.
         parameters: beside the model's own.
-        bytes: of these, and of the slots that the cache needs beyond plain decoding's.
+        bytes: of these, of copies of the head's rows, and of the slots that the cache needs beyond plain decoding's.
     """
 
     sizes: Sizes
@@ -46,6 +49,7 @@ class Work:
     fused: bool = False
     nodes: int = 0
     sampler: int = 0
+    near: int = 0
     heads: int = 0
     parameters: int = 0
     bytes: int = 0
@@ -72,7 +76,7 @@ class Work:
         own += sampler
         lora = [p for i in model.stream_layers for p in lora_of(model.port.layers[i])] if model.gate is not None else []
         slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
-        held = sum(p.numel() * p.element_size() for p in (*own, *lora))
+        held = sum(p.numel() * p.element_size() for p in (*own, *lora)) + copied(model)
         return Work(
             bare,
             gated,
@@ -81,6 +85,7 @@ class Work:
             settings.carriers == "fused",
             settings.nodes if settings.tree == "budget" else 0,
             sum(p.numel() for p in sampler),
+            near_weights(model, drafter_for(settings).width),
             0,
             sum(p.numel() for p in (*own, *lora)),
             held + (plan.slots - 1) * slot,
@@ -128,10 +133,11 @@ class Work:
         offered, kept, drafted = len(step.tree.tokens), len(step.kept), len(step.tree.tokens) > 1
         fused = self.streams * kept if self.fused and drafted else 0
         wanted = following is not None and following.tree is not None and len(following.tree.tokens) > 1
-        ahead = self._asked(following) if wanted and following is not None else 0
+        asked = self._asked(following) if wanted and following is not None and self.sampler else 0
+        ahead = asked if asked and not self.near else self.streams * wanted
         sizes, top = self.stream_sizes if fused else self.sizes, kept + fused
         rows = Rows(kept, fused, 0, (kept + ahead,), kept * (place + offered), top * (place + top), ahead)
-        count = sizes.forward(rows) + 2 * ahead * self.sampler + (2 * self.heads if wanted else 0)
+        count = sizes.forward(rows) + 2 * asked * (self.sampler + self.near) + (2 * self.heads if wanted else 0)
         trunk = Sizes(sizes.layers[: sizes.trunk], sizes.trunk, sizes.head, False)
         pruned = offered - kept
         count += trunk.forward(Rows(pruned, 0, 0, (), pruned * (place + offered), 0))
@@ -143,10 +149,8 @@ class Work:
         return count
 
     def _asked(self, step: Step) -> int:
-        """Rows of streams that became logits for the tree of `step`."""
+        """Rows of streams that the path sampler told what stands before, for the tree of `step`."""
         assert step.tree is not None
-        if not self.sampler:
-            return self.streams
         if self.nodes:
             return 1 + (self.streams - 1) * (self.nodes - 1)
         return sum(bool(children) for children in step.tree.topology.children)
@@ -175,6 +179,20 @@ def sizes_of(model: StreamingLM, gated: bool = False) -> Sizes:
     head, small = model.port.model.get_output_embeddings(), model.draft_head
     drafted = None if small is None else matrices(small)
     return Sizes(tuple(layers), len(model.trunk_layers), matrices(head), False, draft_head=drafted)
+
+
+def copied(model: StreamingLM) -> int:
+    """Bytes of the head's rows that were copied for streams alone."""
+    if model.draft_head is None:
+        return 0
+    times = 2 if isinstance(model.draft_head, PackedLinear) and model.draft_rows is not None else 1
+    return times * matrices(model.draft_head) * model.dtype.itemsize
+
+
+def near_weights(model: StreamingLM, width: int) -> int:
+    """Weights of the head's rows that are multiplied by again for every path that a path sampler is asked about."""
+    count = shortlisted(model, width)
+    return 0 if count is None or model.draft_rows is None else count * model.draft_rows[0].shape[1]
 
 
 def lora_of(module: nn.Module) -> list[nn.Parameter]:

@@ -194,8 +194,8 @@ class Port(ABC):
         """V, the number of tokens that there are logits for."""
         return int(self.config.vocab_size)
 
-    def head(self, finished: Tensor, rows: nn.Module | None = None) -> Tensor:
-        """LM head with logit scale or softcap: finished [B,n,E] -> logits [B,n,V]; [B,n,K] by `rows` of `head_of`."""
+    def head(self, finished: Tensor, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """LM head with logit scale or softcap: finished [B,n,E] -> logits [B,n,V]; [B,n,K] by K `rows` of it."""
         logits: Tensor = (self.output if rows is None else rows)(finished)
         return logits
 

@@ -1,9 +1,10 @@
 """Gemma hosts: scaled embedding, soft-capped head, layers of two kinds from the second generation on."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from forestream.errors import UnsupportedModel
@@ -18,7 +19,7 @@ class GemmaPort(RotaryDecoderPort):
 class _SoftcappedPort(QwenPort):
     """Windows by layer type, and a head that may squash its logits."""
 
-    def head(self, finished: Tensor, rows: nn.Module | None = None) -> Tensor:
+    def head(self, finished: Tensor, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """LM head, then cap * tanh(logits / cap) where the config sets a cap: [B,n,E] -> [B,n,V], or [B,n,K]."""
         logits = super().head(finished, rows)
         cap: float | None = self.config.final_logit_softcapping

@@ -53,29 +53,26 @@ def refused(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_of_the_package_can_be_read(name: str) -> None:
     recipe = Recipe.from_dict(recipes.read(name), name)
-    assert recipe.task == name.partition("-")[0]
+    assert recipe.task == name
     assert recipe.base == "smollm2-135m"
-    assert (recipe.streams.streams, recipe.training.learning_rate) == ((8, 5e-4) if name == "sql-eight" else (4, 1e-3))
-    assert recipe.loss.stream == 0.1
+    assert (recipe.streams.streams, recipe.loss.stream, recipe.training.learning_rate) == (4, 0.1, 1e-3)
 
 
 def test_the_recipes_of_the_package() -> None:
     found = {name: Recipe.from_dict(recipes.read(name), name) for name in recipes.names()}
-    assert sorted(found) == ["chat", "dialogsum", "e2e", "sql", "sql-eight"]
+    assert sorted(found) == ["chat", "dialogsum", "e2e", "sql"]
     assert {name: recipe.mode for name, recipe in found.items() if recipe.mode != "joint"} == {"chat": "lossless"}
     assert {name: recipe.streams.stream_layers for name, recipe in found.items()} == {
         "chat": 15,
         "dialogsum": 8,
         "e2e": 8,
         "sql": 8,
-        "sql-eight": 8,
     }
     assert {name: recipe.examples for name, recipe in found.items()} == {
         "chat": None,
         "dialogsum": 1500,
         "e2e": 10800,
         "sql": 4800,
-        "sql-eight": 2400,
     }
     assert [get_task(name).name for name in ("e2e", "sql", "dialogsum")] == ["e2e", "sql", "dialogsum"]
 

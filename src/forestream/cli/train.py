@@ -49,9 +49,7 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            help="What to train and how: e2e, sql, sql-eight, dialogsum or chat, or a YAML file. Options go before it."
-        ),
+        typer.Option(help="What to train and how: e2e, sql, dialogsum or chat, or a YAML file. Options go before it."),
     ] = None,
     task: Annotated[
         str | None,

@@ -186,13 +186,17 @@ def test_records_of_other_adapters_and_of_nothing_are_refused(adapter: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "evaluations", "runs"),
+    ("name", "evaluations", "runs", "licence"),
     [
-        ("smollm2-135m-e2e", ["e2e-quality-joint"], ["e2e-test-float32"]),
-        ("smollm2-135m-sql", ["sql-quality-joint"], ["sql-test-float32"]),
+        ("smollm2-135m-e2e", ["e2e-quality-joint"], ["e2e-test-float32"], "apache-2.0"),
+        ("smollm2-135m-sql", ["sql-quality-joint"], ["sql-test-float32"], "apache-2.0"),
+        # As the data's, which may not be used commercially.
+        ("smollm2-135m-dialogsum", ["dialogsum-quality-joint"], ["dialogsum-test-float32"], "cc-by-nc-sa-4.0"),
     ],
 )
-def test_shipped_cards_are_what_their_records_say(name: str, evaluations: list[str], runs: list[str]) -> None:
+def test_shipped_cards_are_what_their_records_say(
+    name: str, evaluations: list[str], runs: list[str], licence: str
+) -> None:
     """Written by the command, never by hand."""
     folder = ROOT / "adapters" / name
     manifest = Manifest.read(folder)
@@ -202,5 +206,5 @@ def test_shipped_cards_are_what_their_records_say(name: str, evaluations: list[s
         for records in (evaluations, runs)
     )
     tables = [markdown(record) for record in (*scores, *others)]
-    wanted = card.render(folder.name, manifest.config, manifest.base.name, made, scores, tables, "apache-2.0")
+    wanted = card.render(folder.name, manifest.config, manifest.base.name, made, scores, tables, licence)
     assert (folder / card.FILE).read_text(encoding="utf-8") == wanted

@@ -68,6 +68,12 @@ def test_the_recipes_of_the_package() -> None:
         "e2e": 8,
         "sql": 8,
     }
+    assert {name: recipe.training.batch_size * recipe.training.accumulate for name, recipe in found.items()} == {
+        "chat": 12,
+        "dialogsum": 6,
+        "e2e": 12,
+        "sql": 12,
+    }
     assert {name: recipe.examples for name, recipe in found.items()} == {
         "chat": None,
         "dialogsum": 1500,

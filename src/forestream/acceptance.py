@@ -130,12 +130,11 @@ def record(
     states = stream_states(model, prompt, tokens).flatten(0, 1)  # streams of token 0, then of token 1, ...
     ids: list[list[int]] = []
     log_probs: list[list[float]] = []
-    known = None if model.vocabulary is None else model.vocabulary.ids
     # What a stream foretells behind the text's own tokens: no other path is followed.
     before = torch.tensor([*tokens, *[0] * streams], device=model.device).unfold(0, streams, 1)[: len(tokens)].flatten()
     for rows, own in zip(states.split(ROWS), before.split(ROWS), strict=True):
         logits = told(model, rows, own, candidates)
-        best, scores = best_tokens(logits, candidates, known)
+        best, scores = best_tokens(logits, candidates, model.draft_ids)
         ids += best
         log_probs += scores
     return Trace(

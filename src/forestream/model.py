@@ -212,6 +212,11 @@ class StreamingLM(nn.Module):
         return logits
 
     @property
+    def draft_ids(self) -> Int[Tensor, " K"] | None:
+        """The tokens that the columns of `draft_logits` are of, in increasing order; None where they are all V."""
+        return None if self.vocabulary is None else self.vocabulary.ids
+
+    @property
     def draft_rows(self) -> Rows | None:
         """Weight and bias of the streams' head, where they lie in memory row by row."""
         head = self.port.output if self.draft_head is None else self.draft_head

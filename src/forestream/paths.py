@@ -11,22 +11,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.drafting import best_ids, best_tokens
-from forestream.model import StreamingLM
+from forestream.model import Rows, StreamingLM
 
 NEAR = 128
 """Candidates of a stream that a path sampler is to choose among: those that come first whatever stands before them."""
 
 
-def shortlisted(model: StreamingLM, width: int) -> int | None:
-    """C, how many candidates a stream has along paths: NEAR, or `width` if that is more.
+def shortlisted(model: StreamingLM, width: int) -> tuple[int, Rows] | None:
+    """C, how many candidates a stream has along paths (NEAR, or `width` if that is more), and the rows they are of.
 
     With a short list the whole head is read once for all streams and not once a level. None where it is read whole:
     there is no path sampler, the head knows no more tokens, or its rows are not at hand.
     """
-    count = max(NEAR, width)
-    if model.sampler is None or model.draft_rows is None or len(model.draft_rows[0]) <= count:
-        return None
-    return count
+    count, rows = max(NEAR, width), model.draft_rows
+    return None if model.sampler is None or rows is None or len(rows[0]) <= count else (count, rows)
 
 
 def told(
@@ -34,9 +32,9 @@ def told(
 ) -> Float[Tensor, "N K"]:
     """Logits of streams behind the tokens `before`: minus infinity at those that are no candidates along paths."""
     logits = model.draft_logits(model.behind(states, before))
-    if (count := shortlisted(model, width)) is None:
+    if (short := shortlisted(model, width)) is None:
         return logits
-    near = model.draft_logits(states).topk(count, dim=1).indices
+    near = model.draft_logits(states).topk(short[0], dim=1).indices
     return torch.full_like(logits, -torch.inf).scatter(1, near, logits.gather(1, near))
 
 
@@ -76,7 +74,7 @@ class Paths:
         """Logits of the tokens that are chosen among, and these tokens; None where they are all V."""
         states = self.states[level].expand(len(tokens), -1)
         states = self.model.behind(states, torch.tensor(tokens, device=states.device))
-        ids = None if self.model.vocabulary is None else self.model.vocabulary.ids
+        ids = self.model.draft_ids
         if self._near is None:
             logits = self.model.draft_logits(states)
             return logits if self.law is None else self.law(logits), ids
@@ -87,9 +85,9 @@ class Paths:
     @cached_property
     def _near(self) -> tuple[Int[Tensor, "G C"], Float[Tensor, "G C E"], Float[Tensor, "G C"] | None] | None:
         """Columns of each stream's candidates, in increasing order, with the head's rows; None where they are all."""
-        count = shortlisted(self.model, self.width) if self.law is None and self.depth else None
-        if count is None or self.model.draft_rows is None:
+        short = shortlisted(self.model, self.width) if self.law is None else None
+        if short is None:
             return None
+        count, (weight, bias) = short
         columns = self.model.draft_logits(self.states).topk(count, dim=1, sorted=False).indices.sort(dim=1).values
-        weight, bias = self.model.draft_rows
         return columns, weight[columns], None if bias is None else bias[columns]

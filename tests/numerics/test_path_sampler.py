@@ -204,14 +204,10 @@ def test_drafts_are_chosen_among_the_likeliest_whatever_stands_before(
             depths, tokens = step.tree.topology.depths, step.tree.tokens
             for depth, parent, token in zip(depths[1:], step.tree.topology.parents[1:], tokens[1:], strict=True):
                 state = states[depth - 1][None]
-                assert token in best_ids(model.draft_logits(state), most, known(model))[0]
+                assert token in best_ids(model.draft_logits(state), most, model.draft_ids)[0]
                 logits = told(model, state, torch.tensor([tokens[parent]]), most)
-                assert token in best_ids(logits, drafter_for(SETTINGS[name]).width, known(model))[0]
+                assert token in best_ids(logits, drafter_for(SETTINGS[name]).width, model.draft_ids)[0]
         text += step.tokens
-
-
-def known(model: StreamingLM) -> torch.Tensor | None:
-    return None if model.vocabulary is None else model.vocabulary.ids
 
 
 def test_a_packed_head_without_plain_rows_is_read_once_a_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ class Work:
         fused = self.streams * kept if self.fused and drafted else 0
         wanted = following is not None and following.tree is not None and len(following.tree.tokens) > 1
         asked = self._asked(following) if wanted and following is not None and self.sampler else 0
-        ahead = asked if asked and not self.near else self.streams * wanted
+        ahead = asked if self.sampler and not self.near else self.streams * wanted
         sizes, top = self.stream_sizes if fused else self.sizes, kept + fused
         rows = Rows(kept, fused, 0, (kept + ahead,), kept * (place + offered), top * (place + top), ahead)
         count = sizes.forward(rows) + 2 * asked * (self.sampler + self.near) + (2 * self.heads if wanted else 0)
@@ -191,8 +191,8 @@ def copied(model: StreamingLM) -> int:
 
 def near_weights(model: StreamingLM, width: int) -> int:
     """Weights of the head's rows that are multiplied by again for every path that a path sampler is asked about."""
-    count = shortlisted(model, width)
-    return 0 if count is None or model.draft_rows is None else count * model.draft_rows[0].shape[1]
+    short = shortlisted(model, width)
+    return 0 if short is None else short[0] * short[1][0].shape[1]
 
 
 def lora_of(module: nn.Module) -> list[nn.Parameter]:

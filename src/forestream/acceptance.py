@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from forestream.config import DecodeSettings
 from forestream.drafting import RankDrafter, best_tokens
 from forestream.errors import ConfigError, PromptError
+from forestream.lookup import NGrams, with_copies
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.paths import told
@@ -42,6 +44,7 @@ class Trace:
         log_probs: their log-probabilities, normalised over all that the streams chose from.
         vocabulary: tokens that the streams chose from: V, or those of the draft vocabulary.
         limit: the cap under which the text was written; larger than T if the text ended by itself.
+        prompt: what the text was written after.
 
     Raises:
         ConfigError: the text is empty, a tensor has no row for each token, or the limit is below the text's length.
@@ -52,6 +55,7 @@ class Trace:
     log_probs: Float[Tensor, "T G K"]
     vocabulary: int
     limit: int
+    prompt: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -143,6 +147,7 @@ def record(
         torch.tensor(log_probs).unflatten(0, (-1, streams)),
         logits.shape[1],
         len(tokens) if limit is None else limit,
+        tuple(prompt),
     )
 
 
@@ -157,12 +162,15 @@ def stream_states(model: StreamingLM, prompt: Sequence[int], tokens: Sequence[in
     return states
 
 
-def simulate(trace: Trace, drafter: RankDrafter, streams: int) -> Simulated:
+def simulate(trace: Trace, drafter: RankDrafter, streams: int, lookup: DecodeSettings | None = None) -> Simulated:
     """Decode the text of `trace` with the trees of `drafter`, without the model and without pruning.
 
     Trees, passes and accepted drafts are those of `decode` with as many streams, in float32 and with the limit of the
     trace, except where rounding decides between two trees that are equally good. With a path sampler a trace knows what
     is foretold behind the text alone: full and static trees do as said, budget trees about so.
+
+    Args:
+        lookup: settings that say how many nodes are looked up; none by default.
 
     Raises:
         ConfigError: the trace has fewer streams, or fewer candidates than the drafter may look at.
@@ -174,15 +182,20 @@ def simulate(trace: Trace, drafter: RankDrafter, streams: int) -> Simulated:
             "more of them, or draft smaller trees"
         )
     length = len(trace.tokens)
-    text = (*trace.tokens, *[NO_TOKEN] * streams)
+    lookup = lookup or DecodeSettings()
+    most = streams + lookup.lookup_beside + lookup.lookup_behind
+    text, behind, ngrams = (*trace.tokens, *[NO_TOKEN] * most), list(trace.prompt), NGrams()
     nodes, accepted = [], []
     written = 1
     while written < length:
         # As in `decode`: a pass yields one token more than it accepts.
-        depth = min(streams, trace.limit - written - 1)
+        useful = trace.limit - written - 1
+        depth = min(streams, useful)
         root = written - 1
         ids, log_probs = trace.ids[root, :depth, : drafter.width], trace.log_probs[root, :depth, : drafter.width]
         tree = drafter.grow(trace.tokens[root], ids.tolist(), log_probs.tolist())
+        behind += trace.tokens[len(behind) - len(trace.prompt) : written]
+        tree = with_copies(tree, behind, ngrams, lookup, useful)
         # What the main stream says is known on the path of the text, and no other path is followed.
         path = verify(tree, [text[written + steps] for steps in tree.topology.depths].__getitem__).path
         nodes.append(len(tree.tokens))

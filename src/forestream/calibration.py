@@ -97,7 +97,8 @@ def score_text(
     """Write greedily after `prompt`, and score the tree of every place of the text: one pass for each token.
 
     Args:
-        settings: shape of the trees and cap on tokens; its pruning rule is not looked at.
+        settings: shape of the streams' trees and cap on tokens. Its pruning rule is not looked at, and no drafts are
+            looked up.
 
     Returns:
         A tree for each token but the last as the root; none if the text has one token.

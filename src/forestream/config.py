@@ -162,6 +162,9 @@ class DecodeSettings(JsonConfig):
         streams: G to use, at most the trained G; None uses all.
         carriers: "deferred" computes streams for the accepted node in a second short pass, "fused" for every
             surviving node in the same pass. The drafts are the same.
+        lookup_beside: nodes that prompt lookup adds to every tree, from the root on: what followed when the text last
+            read like its end. Where the tree holds its beginning already, the nodes lengthen that path. 0 adds none.
+        lookup_behind: the same behind the streams' first choices: what followed when the text last read like their end.
         prune_below: drop edges whose scorer probability is below this; 0 keeps all.
         prune_to: keep the best so many nodes by product of edge scores, and always the chain of first choices; None
             keeps all.
@@ -175,6 +178,8 @@ class DecodeSettings(JsonConfig):
     shape: Shape | None = None
     streams: int | None = None
     carriers: Literal["deferred", "fused"] = "deferred"
+    lookup_beside: int = 0
+    lookup_behind: int = 0
     prune_below: float = 0.0
     prune_to: int | None = None
     max_new_tokens: int = 128
@@ -192,6 +197,8 @@ class DecodeSettings(JsonConfig):
         if self.streams is not None:
             whole("streams", self.streams, 0, 64)
         one_of("carriers", self.carriers, ("deferred", "fused"))
+        whole("lookup_beside", self.lookup_beside, 0, 64)
+        whole("lookup_behind", self.lookup_behind, 0, 64)
         in_range("prune_below", self.prune_below, 0.0, 1.0)
         if self.prune_to is not None:
             whole("prune_to", self.prune_to, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -15,6 +16,7 @@ from forestream.cache import StreamCache
 from forestream.config import DecodeSettings
 from forestream.drafting import Drafter, DraftTree, drafter_for, largest_tree
 from forestream.errors import ConfigError
+from forestream.lookup import with_copies
 from forestream.memory import Memory
 from forestream.model import StreamingLM
 from forestream.packing import Pack
@@ -257,7 +259,9 @@ def look_ahead(
 @torch.inference_mode()
 def _draft(plan: Plan, row: Row, ahead: Float[Tensor, "G X"]) -> DraftTree:
     # A pass yields one token more than it accepts, so deeper drafts than this could never be used.
-    return row.legal(plan.draft(row, ahead[: min(plan.streams, row.left - 1)]))
+    depth = row.left - 1
+    tree = plan.draft(row, ahead[: min(plan.streams, depth)])
+    return row.legal(with_copies(tree, row.text, row.ngrams, plan.settings, depth))
 
 
 def _going(model: StreamingLM, rows: Sequence[Row], cache: StreamCache) -> list[int]:
@@ -295,7 +299,7 @@ def streams_in_use(model: StreamingLM, settings: DecodeSettings, heads: Heads | 
 
 
 def tree_limit(settings: DecodeSettings, streams: int) -> int:
-    """Most nodes that a tree can have in this run.
+    """Most nodes that a tree can have in this run, with those that are looked up.
 
     Raises:
         ConfigError: more than a pass can sensibly hold.
@@ -306,13 +310,14 @@ def tree_limit(settings: DecodeSettings, streams: int) -> int:
             f"a full tree with k = {settings.k} and {streams} streams has {nodes} nodes; at most {LARGEST_TREE} are "
             "taken: lower k or streams, or use a budget tree"
         )
-    return nodes
+    return nodes + settings.lookup_beside + settings.lookup_behind
 
 
 def usual_passes(settings: DecodeSettings, streams: int) -> set[int]:
     """Numbers of slots that the layers meet in pass after pass; the last passes of a text may have fewer."""
-    nodes = largest_tree(settings, streams)
-    kept = nodes if settings.prune_to is None else min(nodes, settings.prune_to)
-    if settings.carriers == "fused":
-        return {nodes, kept * (1 + streams)}
-    return {nodes, kept, streams} - {0}
+    found = set[int]()
+    for looked_up in product({0, settings.lookup_beside}, {0, settings.lookup_behind}):
+        nodes = largest_tree(settings, streams) + sum(looked_up)
+        kept = nodes if settings.prune_to is None else min(nodes, settings.prune_to)
+        found |= {nodes, kept * (1 + streams)} if settings.carriers == "fused" else {nodes, kept, streams}
+    return found - {0}

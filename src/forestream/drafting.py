@@ -42,6 +42,31 @@ class DraftTree:
         """The tree of the nodes in `keep`, which must hold whole paths from the root."""
         return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep))
 
+    @property
+    def first_choices(self) -> tuple[int, ...]:
+        """Tokens of the path of first children, the root left out: of siblings drafters list the likeliest first."""
+        path, node = [], 0
+        while children := self.topology.children[node]:
+            node = children[0]
+            path.append(self.tokens[node])
+        return tuple(path)
+
+    def joined(self, path: Sequence[int], most: int) -> DraftTree:
+        """The tree with the tokens of `path` behind its root, as far as `most` more nodes take them."""
+        parents, tokens, node = [*self.topology.parents], [*self.tokens], 0
+        places = dict(zip(zip(parents, tokens, strict=True), range(len(tokens)), strict=True))
+        for token in path:
+            if (known := places.get((node, token))) is None:
+                if len(tokens) == len(self.tokens) + most:
+                    break
+                parents.append(node)
+                tokens.append(token)
+                known = len(tokens) - 1
+            node = known
+        if len(tokens) == len(self.tokens):
+            return self
+        return DraftTree(Topology(tuple(parents)), tuple(tokens))
+
 
 # Tokens behind the root; the candidates behind a path with their log-probabilities, best first.
 Path = tuple[int, ...]
@@ -370,7 +395,7 @@ def drafter_for(settings: DecodeSettings) -> FullTree | BudgetTree | StaticTree:
 
 
 def largest_tree(settings: DecodeSettings, streams: int) -> int:
-    """Most nodes that a tree of these settings can have with `streams` streams."""
+    """Most nodes that a tree of `streams` streams can have under these settings, those that are looked up left out."""
     if settings.tree == "static":
         return sum(depth <= streams for depth in StaticTree.of(settings.shape or ()).topology.depths)
     return settings.nodes if settings.tree == "budget" else sum(settings.k**level for level in range(streams + 1))

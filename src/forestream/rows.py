@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forestream.drafting import DraftTree
 from forestream.errors import ConfigError, GrammarError
+from forestream.lookup import NGrams
 from forestream.processors import limits, penalties, warpers
 from forestream.requests import Request
 from forestream.sampling import Processor, acceptable, draw, greedy
@@ -36,6 +37,7 @@ class Row:
     Attributes:
         text: prompt and text, which grows by every token chosen.
         finish: why the text has ended, or None.
+        ngrams: of the text, read as far as drafts were looked up in it.
     """
 
     def __init__(self, request: Request, limit: int) -> None:
@@ -43,6 +45,7 @@ class Row:
         self.limit = limit
         self.text = list(request.prompt)
         self.finish: Finish | None = None
+        self.ngrams = NGrams()
         self._history = list(request.prompt if request.history is None else request.history)
         prompt, sampling = len(self._history), request.sampling
         self._penalties = penalties(sampling, prompt, request.eos)

@@ -91,6 +91,9 @@ def this_setup(dtype: str, device: str, compile: str) -> Setup:
 # --- prediction ---------------------------------------------------------------------------------------------------
 
 BUDGETS: Final = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+LOOKED_UP: Final = ((0, 0), (3, 0), (0, 4), (3, 4))
+"""Nodes that are looked up beside a budget tree and behind its first choices."""
+
 FULL: Final = ((1, 4), (2, 2), (2, 3), (3, 2))
 """Full trees as (k, most streams): larger ones hold more nodes than any of the others."""
 
@@ -128,12 +131,19 @@ def record_traces(
 
 
 def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[DecodeSettings]:
-    """Every setting that is considered: budget, full and static trees with 1 to G streams, fused and deferred."""
-    bare = replace(base, tree="budget", shape=None, prune_below=0.0, prune_to=None)
+    """Every setting that is considered: budget, full and static trees with 1 to G streams, fused and deferred.
+
+    Beside budget trees drafts are looked up, too.
+    """
+    bare = replace(base, tree="budget", shape=None, prune_below=0.0, prune_to=None, lookup_beside=0, lookup_behind=0)
     settings = []
     for used in range(1, streams + 1):
         here = replace(bare, streams=used)
-        settings += [replace(here, nodes=nodes) for nodes in BUDGETS]
+        settings += [
+            replace(here, nodes=nodes, lookup_beside=beside, lookup_behind=behind)
+            for nodes in BUDGETS
+            for beside, behind in LOOKED_UP
+        ]
         settings += [replace(here, tree="full", k=k) for k, most in FULL if used <= most]
         accept = rates(traces, used)
         for nodes in BUDGETS:
@@ -145,17 +155,19 @@ def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[De
 
 
 def name_of(settings: DecodeSettings) -> str:
-    """A short name: form and size of the tree, streams, and where they are computed."""
+    """A short name: form and size of the tree, streams, where they are computed, and what is looked up."""
     size = {"budget": settings.nodes, "full": settings.k, "static": len(settings.shape or ()) + 1}[settings.tree]
     fused = "+fused" if settings.carriers == "fused" else ""
-    return f"{settings.tree}-{size}+G{settings.streams}{fused}"
+    beside, behind = settings.lookup_beside, settings.lookup_behind
+    looked_up = f"+lookup-{beside}-{behind}" if beside or behind else ""
+    return f"{settings.tree}-{size}+G{settings.streams}{fused}{looked_up}"
 
 
 def predict(costs: Profile, traces: Sequence[Trace], settings: DecodeSettings) -> Prediction:
     """Passes of the texts by simulation, and their seconds by the profile."""
     drafter: RankDrafter = drafter_for(settings)
     streams = settings.streams if settings.streams is not None else traces[0].streams
-    runs = [simulate(trace, drafter, streams) for trace in traces]
+    runs = [simulate(trace, drafter, streams, settings) for trace in traces]
     passes = sum(run.passes for run in runs)
     seconds = sum(pass_seconds(costs, nodes, streams, settings.carriers) for run in runs for nodes in run.nodes)
     decoded = sum(run.tokens - 1 for run in runs)
@@ -194,7 +206,8 @@ def choose(candidates: Sequence[Prediction], results: dict[str, dict[str, Any]])
     """The fastest as measured, by name; plain decoding, a tree of the root alone, if nothing is faster."""
     fastest = max(results, key=lambda name: results[name]["speedup"]["of_totals"])
     if fastest == PLAIN:
-        return PLAIN, replace(candidates[0].settings, tree="budget", shape=None, nodes=1, streams=None)
+        nothing = replace(candidates[0].settings, tree="budget", shape=None, nodes=1, streams=None)
+        return PLAIN, replace(nothing, lookup_beside=0, lookup_behind=0)
     return fastest, next(one.settings for one in candidates if one.name == fastest)
 
 

@@ -48,6 +48,7 @@ SETTINGS = (
     DecodeSettings(tree="full", k=2, streams=3),
     DecodeSettings(nodes=16, prune_to=9),
     DecodeSettings(nodes=12, prune_below=1e-4, carriers="fused"),
+    DecodeSettings(nodes=5, lookup_beside=3, lookup_behind=2),
     DecodeSettings(tree="static", shape=((0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 2))),
 )
 

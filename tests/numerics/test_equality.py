@@ -61,6 +61,32 @@ def test_budget_trees_of_all_sizes_and_carriers(host: str, mode: str) -> None:
     assert here.counters.mean_acceptance_length > 1.5
 
 
+LOOKED_UP = ({"lookup_beside": 3}, {"lookup_behind": 4}, {"lookup_beside": 2, "lookup_behind": 3})
+TREES: tuple[dict[str, Any], ...] = (
+    {"nodes": 1},
+    {"nodes": 5},
+    {"tree": "full", "k": 2, "streams": 2},
+    {"tree": "static", "shape": ((0, 0), (0, 1), (1, 0))},
+    {"nodes": 5, "prune_to": 4},
+)
+
+
+@both_modes
+@every_host
+def test_drafts_that_are_looked_up(host: str, mode: str) -> None:
+    """Beside any tree, behind its first choices, and with no tree at all."""
+    here, deepest = lively(model_of(host, mode), 30), 0
+    for looked_up, carriers, tree in product(LOOKED_UP, CARRIERS, TREES):
+        if carriers == "fused" and tree == {"nodes": 1}:
+            continue  # no streams, no carriers
+        seen = Subject(here.model, here.start, here.text)
+        steps = seen.check(30 if tree == {"nodes": 1} else 12, carriers=carriers, **tree, **looked_up)
+        extra = sum(looked_up.values())
+        assert max(len(step.tree.tokens) for step in steps if step.tree) <= tree.get("nodes", 7) + extra
+        deepest = max(deepest, *(step.offered_depth for step in steps))
+    assert deepest > STREAMS, "no draft was longer than there are streams"
+
+
 @pytest.mark.parametrize("host", ["llama", "gemma3", "gpt2"])
 def test_every_node_of_a_large_tree_can_carry_streams(host: str) -> None:
     here = subject(model_of(host, "lossless"), prompt(6), 8)

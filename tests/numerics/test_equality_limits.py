@@ -52,6 +52,7 @@ def test_the_whole_context_is_written_to_its_end(host: str) -> None:
     assert len(here.text) == POSITIONS - 3
     here.check(POSITIONS - 3, nodes=10)
     here.check(POSITIONS - 3, nodes=10, carriers="fused", prune_below=1e-4)
+    here.check(POSITIONS - 3, nodes=4, lookup_beside=6, lookup_behind=6)
     assert here.counters.mean_acceptance_length > 1.5
 
 

@@ -27,6 +27,7 @@ TREES: dict[str, dict[str, Any]] = {
     "fused": {"nodes": 24, "carriers": "fused"},
     "full": {"tree": "full", "k": 3, "streams": 3},
     "pruned": {"nodes": 16, "prune_to": 6},
+    "looked up": {"nodes": 6, "lookup_beside": 3, "lookup_behind": 3},
 }
 LAWS: tuple[dict[str, Any], ...] = (
     {"max_new_tokens": 48},

@@ -212,6 +212,9 @@ def test_passes_of_any_size_share_code() -> None:
         {"nodes": 9, "carriers": "deferred", "prune_to": 5, "streams": 3},
         {"tree": "full", "k": 2, "streams": 2, "carriers": "fused"},
         {"nodes": 1},
+        {"nodes": 1, "lookup_beside": 3},
+        {"nodes": 5, "lookup_beside": 2, "lookup_behind": 3},
+        {"nodes": 5, "lookup_behind": 3, "carriers": "fused"},
     ],
     ids=str,
 )

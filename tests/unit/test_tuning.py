@@ -165,6 +165,7 @@ def test_the_grid_has_every_form_once() -> None:
     names = [name_of(one) for one in settings]
     assert len(set(names)) == len(names)
     assert {"budget-8+G2", "budget-8+G1+fused", "full-2+G2", "static-6+G2+fused"} <= set(names)
+    assert {"budget-8+G2+lookup-3-0", "budget-8+G1+fused+lookup-3-4"} <= set(names)
     assert all(one.max_new_tokens == 17 and one.prune_below == 0 for one in settings)
     shape = next(one.shape for one in settings if name_of(one) == "static-4+G2")
     assert shape is not None
@@ -221,6 +222,7 @@ def test_traces_of_a_generator_foretell_its_passes(generator: Generator) -> None
     settings = [
         replace(generator.settings, streams=2, nodes=6),
         replace(generator.settings, streams=3, tree="full", k=1),
+        replace(generator.settings, streams=3, nodes=4, lookup_beside=3, lookup_behind=4),
     ]
     predictions = [predict(COSTS, traces, one) for one in settings]
     results = measure(generator, predictions, prompts)

@@ -109,9 +109,11 @@ def drafts_of(texts: Iterable[Sequence[Step]], settings: JsonConfig | None) -> d
 
 def _asks(settings: JsonConfig | None) -> bool:
     """Whether settings of draft trees ask for any."""
-    if not isinstance(settings, DecodeSettings) or settings.streams == 0:
+    if not isinstance(settings, DecodeSettings):
         return False
-    return settings.tree != "budget" or settings.nodes > 1
+    if settings.lookup_beside or settings.lookup_behind:
+        return True
+    return settings.streams != 0 and (settings.tree != "budget" or settings.nodes > 1)
 
 
 def _why_none(step: Step, written: int, cap: int | None) -> str:

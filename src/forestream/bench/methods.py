@@ -35,12 +35,16 @@ Settings = TypeVar("Settings", bound=JsonConfig)
 STOCK = "transformers"
 MEDUSA = "medusa"
 KNOWN: Final = (
-    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +GN and +fused, in this order), "
+    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +GN, +fused and +lookup-B-A, in "
+    "this order), "
     "lookup[-GAMMA[-N]], lookahead[-W-N-G], draft-model[-GAMMA], medusa, medusa-static-M, medusa-budget-M, "
     "medusa-full-K, transformers, transformers+lookup[-GAMMA], transformers+draft-model[-GAMMA]"
 )
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
-_TREE = re.compile(r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(\+G(?P<streams>\d+))?(?P<fused>\+fused)?")
+_TREE = re.compile(
+    r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(\+G(?P<streams>\d+))?(?P<fused>\+fused)?"
+    r"(\+lookup-(?P<beside>\d+)-(?P<behind>\d+))?"
+)
 _MEDUSA = re.compile(rf"{MEDUSA}(-(?P<tree>full|budget|static)-(?P<size>\d+))?")
 _LOOKUP = re.compile(r"lookup(-(?P<gamma>\d+)(-(?P<max_ngram>\d+))?)?")
 _LOOKAHEAD = re.compile(r"lookahead(-(?P<window>\d+)-(?P<ngram>\d+)-(?P<guesses>\d+))?")
@@ -102,6 +106,7 @@ def method(
     ...+prune                       the same, edges below `prune_below` pruned
     ...+GN                          the same, drafted by the first N streams
     ...+fused                       the same, every surviving node carrying streams
+    ...+lookup-B-A                  the same, B nodes looked up beside the tree and A behind its first choices
     lookup-GAMMA-N                  prompt lookup: GAMMA tokens behind a match of N tokens at most
     lookahead-W-N-G                 lookahead decoding: W columns of guesses, n-grams of N tokens, G of them checked
     draft-model-GAMMA               two-model decoding: the model that `draft` loads writes GAMMA tokens ahead
@@ -208,6 +213,8 @@ def _tree(match: re.Match[str], settings: DecodeSettings, prune_below: float) ->
         prune_to=None,
         streams=int(match["streams"]) if match["streams"] else settings.streams,
         carriers="fused" if match["fused"] else "deferred",
+        lookup_beside=int(match["beside"] or 0),
+        lookup_behind=int(match["behind"] or 0),
     )
 
 
@@ -250,7 +257,8 @@ def drafting(
 def _medusa(name: str, generator: Generator, medusa: Medusa | None, tree: str | None, size: int) -> Method:
     if medusa is None:
         raise ConfigError(f"{name} needs heads; give the folder that `forestream train-medusa` wrote (--medusa)")
-    settings = replace(generator.settings, prune_below=0.0, prune_to=None, carriers="deferred")
+    bare = replace(generator.settings, prune_below=0.0, prune_to=None, lookup_beside=0, lookup_behind=0)
+    settings = replace(bare, carriers="deferred")
     if tree == "static":
         settings = replace(settings, tree="static", shape=best_shape(medusa.folder, size), streams=None)
     elif tree is not None:

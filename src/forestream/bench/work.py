@@ -65,8 +65,9 @@ class Work:
         if settings is None:
             return Work(bare, bare)
         plan = Plan.of(model, settings)
+        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
         if not plan.streams:
-            return Work(bare, bare)
+            return Work(bare, bare, bytes=(plan.slots - 1) * slot)
         scorer = 0
         own = [] if model.start is None else list(model.start.parameters())
         if plan.keep is not None and model.scorer is not None:
@@ -75,7 +76,6 @@ class Work:
         sampler = [] if model.sampler is None else list(model.sampler.parameters())
         own += sampler
         lora = [p for i in model.stream_layers for p in lora_of(model.port.layers[i])] if model.gate is not None else []
-        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
         held = sum(p.numel() * p.element_size() for p in (*own, *lora)) + copied(model)
         return Work(
             bare,

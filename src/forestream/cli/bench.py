@@ -93,6 +93,8 @@ def bench(
     k: options.K = None,
     streams: options.Streams = None,
     carriers: options.Carriers = None,
+    lookup_beside: options.LookupBeside = None,
+    lookup_behind: options.LookupBehind = None,
     prune_below: options.PruneBelow = None,
     prune_to: options.PruneTo = None,
     prune_methods_below: Annotated[
@@ -134,6 +136,8 @@ def bench(
         k=k,
         streams=streams,
         carriers=carriers,
+        lookup_beside=lookup_beside,
+        lookup_behind=lookup_behind,
         prune_below=prune_below,
         prune_to=prune_to,
         max_new_tokens=max_new_tokens or chosen.max_new_tokens,

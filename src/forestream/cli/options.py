@@ -158,6 +158,26 @@ Carriers = Annotated[
         f"{DEFAULTS.carriers}]",
     ),
 ]
+LookupBeside = Annotated[
+    int | None,
+    typer.Option(
+        "--lookup-beside",
+        min=0,
+        max=64,
+        help="Nodes added to every draft tree by prompt lookup: what followed when the text, or its prompt, last read "
+        f"like its end. [default: {DEFAULTS.lookup_beside}]",
+    ),
+]
+LookupBehind = Annotated[
+    int | None,
+    typer.Option(
+        "--lookup-behind",
+        min=0,
+        max=64,
+        help="The same, where the streams' first choices end: drafts get longer than there are streams. [default: "
+        f"{DEFAULTS.lookup_behind}]",
+    ),
+]
 PruneBelow = Annotated[
     float | None,
     typer.Option(

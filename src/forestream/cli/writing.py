@@ -51,11 +51,15 @@ def figures(counters: Counters) -> dict[str, Any]:
 
 def tree_form(settings: DecodeSettings) -> str:
     """The draft trees of these settings in words."""
-    if settings.tree == "budget":
-        return f"draft trees of {settings.nodes} nodes" if settings.nodes > 1 else "no drafts: plain decoding is faster"
+    looked_up = settings.lookup_beside + settings.lookup_behind
+    beside = f" and up to {looked_up} that are looked up" if looked_up else ""
     if settings.tree == "full":
-        return f"full draft trees, {settings.k} candidate{'s' if settings.k > 1 else ''} per stream"
-    return f"draft trees of one shape of {len(settings.shape or ()) + 1} nodes"
+        return f"full draft trees, {settings.k} candidate{'s' if settings.k > 1 else ''} per stream{beside}"
+    if settings.tree == "static":
+        return f"draft trees of one shape of {len(settings.shape or ()) + 1} nodes{beside}"
+    if settings.nodes > 1 or looked_up:
+        return f"draft trees of {settings.nodes} node{'s' if settings.nodes > 1 else ''}{beside}"
+    return "no drafts: plain decoding is faster"
 
 
 def heading(adapter: Path, generator: Generator) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what came next the last time that the text read like its end, in the prompt or in the text itself."""
+"""Prompt lookup alone: what came next the last time that the text read like its end, in the prompt or in the text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from forestream.config import JsonConfig, whole
 from forestream.drafting import DraftTree
 from forestream.errors import ConfigError
+from forestream.lookup import NGrams
 from forestream.model import StreamingLM
 from forestream.rivals.loop import Offer
 from forestream.rows import Row
@@ -40,37 +41,6 @@ class LookupSettings(JsonConfig):
             raise ConfigError(f"min_ngram is {self.min_ngram}; expected at most max_ngram, {self.max_ngram}")
 
 
-class NGrams:
-    """Where every n-gram of a growing text last ended; reading a token costs the same wherever it stands."""
-
-    def __init__(self, settings: LookupSettings) -> None:
-        self.settings = settings
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._read = 0
-
-    def continuation(self, text: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the latest earlier match of the longest n-gram at the end of `text`.
-
-        Where the match overlaps the end, what followed runs on into the continuation itself, so that a text that
-        repeats itself goes on to do so. Empty where nothing matches.
-
-        Args:
-            text: the text of the last call, or one that continues it.
-        """
-        shortest, longest = self.settings.min_ngram, self.settings.max_ngram
-        for end in range(self._read + 1, len(text)):
-            for size in range(shortest, min(longest, end) + 1):
-                self._ends[tuple(text[end - size : end])] = end
-        self._read = max(self._read, len(text) - 1)
-        for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-            if (place := self._ends.get(tuple(text[-size:]))) is not None:
-                followed = list(text[place : place + most])
-                while len(followed) < most:
-                    followed.append(followed[len(followed) - (len(text) - place)])
-                return tuple(followed)
-        return ()
-
-
 @dataclass(frozen=True)
 class Lookup:
     """Drafts are looked up; a pass without a match is plain decoding's."""
@@ -90,7 +60,7 @@ class LookupDrafts:
 
     def __init__(self, settings: LookupSettings, rows: int) -> None:
         self.gamma = settings.gamma
-        self._read = [NGrams(settings) for _ in range(rows)]
+        self._read = [NGrams(settings.max_ngram, settings.min_ngram) for _ in range(rows)]
 
     def offer(self, rows: Sequence[Row]) -> list[Offer]:
         return [

@@ -85,18 +85,19 @@ def write_weights(model: StreamingLM, folder: Path, dtype: torch.dtype | None = 
         save_file(own, folder / STREAMS, {"format": "pt"})
 
 
-def read_weights(model: StreamingLM, folder: Path, alone: bool = False) -> None:
+def read_weights(model: StreamingLM, folder: Path, alone: bool = False, top: bool = False) -> None:
     """Read into a model that has its LoRA in place what `write_weights` wrote.
 
     Args:
         alone: read the LoRA only, for a model without streams; what the folder holds beside it is let be.
+        top: the folder may hold a LoRA of more layers than the model has one on; that of the others is let be.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or its tensors are not exactly the expected ones.
     """
     if not isinstance(model.host, PeftModel):
         raise CheckpointError("this model's adapter was merged; load into a fresh base instead")
-    lora = _tensors(folder / LORA, lora_tensors(model.host))
+    lora = _tensors(folder / LORA, lora_tensors(model.host), surplus=top)
     own = {} if alone else _tensors(folder / STREAMS, own_tensors(model), (VOCABULARY, *SAMPLER))
     if not alone:
         _restrict(model, folder / STREAMS, own.get(VOCABULARY))
@@ -134,8 +135,8 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
 
     There may be more or fewer streams: those that the adapter lacks begin as its last one. With value rotation, whose
     angle depends on their number, there have to be as many. A joint LoRA is of use whatever layers carry streams, and
-    without any: `stream_layers` may differ, and a model of 0 streams takes the LoRA alone. The model keeps its own
-    draft vocabulary.
+    without any: `stream_layers` may differ, a model of 0 streams takes the LoRA alone, and a lossless one that of its
+    stream layers. The model keeps its own draft vocabulary.
 
     Args:
         base: fingerprint of the model's base, taken before the LoRA was put in.
@@ -154,7 +155,7 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
             f"base has {base[:12]}; start from an adapter of the same base"
         )
     earlier, wanted = asdict(manifest.config), asdict(model.stream_config)
-    free = {"stream_layers"} if wanted["mode"] == "joint" else set()
+    free = {"stream_layers", "mode"} if earlier["mode"] == "joint" else set()
     if earlier["streams"] and wanted["streams"] and not wanted["value_rotation"]:
         free.add("streams")
     if wanted["mode"] == "joint" and not wanted["streams"]:
@@ -172,7 +173,7 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
     if start is not None:
         model.start = StreamStart(manifest.config, model.port.hidden_size)
     try:
-        read_weights(model, folder, alone=start is None)
+        read_weights(model, folder, alone=start is None, top=wanted["mode"] != earlier["mode"])
         if start is not None and model.start is not None:
             start.begin_as(model.start)
     finally:
@@ -186,14 +187,22 @@ def begin_from(model: StreamingLM, folder: Path, base: str, sampler_width: int =
     return digest.hexdigest()
 
 
-def _tensors(path: Path, expected: dict[str, Tensor], free: Sequence[str] = ()) -> dict[str, Tensor]:
-    """What `path` holds, which has to be what is expected; tensors in `free` may be there or not, in any shape."""
+def _tensors(
+    path: Path, expected: dict[str, Tensor], free: Sequence[str] = (), surplus: bool = False
+) -> dict[str, Tensor]:
+    """What `path` holds, which has to be what is expected; tensors in `free` may be there or not, in any shape.
+
+    Args:
+        surplus: whether there may be others, which are left out.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the adapter folder is incomplete")
     try:
         found = load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is corrupt or no safetensors file: {error}") from error
+    if surplus:
+        found = {name: tensor for name, tensor in found.items() if name in expected}
     wrong = sorted(
         name
         for name in (set(found) | set(expected)) - set(free)

@@ -323,6 +323,31 @@ def test_a_lossless_lora_starts_on_its_own_layers_only(tmp_path: Path) -> None:
         begin_from(trainable("llama", mode="lossless", stream_layers=3), tmp_path / "first", known)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_lossless_streams_begin_as_joint_ones_of_any_layers(tmp_path: Path, layers: int) -> None:
+    """What looks ahead was learned already; the base's text stays its own."""
+    earlier = trained(saved(tmp_path / "first"))
+    base = zoo.HOSTS["llama"]()
+    known = fingerprint(base)
+    fresh = trainable(base, seed=9, mode="lossless", stream_layers=layers)
+    begin_from(fresh, tmp_path / "first", known)
+    found = trained(fresh)
+    assert 0 < len(found) < len(earlier)
+    for name, parameter in found.items():
+        assert torch.equal(parameter, earlier[name].bfloat16().float()), name
+    ids = torch.tensor([TEXTS[0].prompt + TEXTS[0].completion])
+    with torch.no_grad():
+        written = fresh(ids, Pack.text(ids.shape[1], torch.tensor([[1]]), 4)).main
+        torch.testing.assert_close(fresh.logits(written), zoo.HOSTS["llama"]()(ids).logits)
+
+
+def test_joint_streams_do_not_begin_as_lossless_ones(tmp_path: Path) -> None:
+    saved(tmp_path / "first", mode="lossless")
+    known = Manifest.read(tmp_path / "first").base.fingerprint
+    with pytest.raises(CheckpointError, match="it was trained with mode 'lossless', not 'joint'"):
+        begin_from(trainable("llama"), tmp_path / "first", known)
+
+
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "first")
     wanted = r"trained on tiny with fingerprint .{12}, but this base has 0123456789ab"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import tiny
 from forestream.baseline import plain
-from forestream.bench.asked import asked
+from forestream.bench.asked import asked, evenly
 from forestream.bench.entropy import mean_entropy, rank_correlation
 from forestream.bench.log import differences
 from forestream.bench.methods import method
@@ -213,3 +213,12 @@ def test_entropy_is_that_of_each_places_law() -> None:
 )
 def test_rank_correlation_by_hand(x: Sequence[float], y: Sequence[float], found: float | None) -> None:
     assert rank_correlation(x, y) == found
+
+
+def test_a_limit_takes_every_category_alike() -> None:
+    kinds = "aaaabbbcd"
+    examples = [Example(f"prompt {place}", " text", ("text",), category=kind) for place, kind in enumerate(kinds)]
+    for most, places in ((2, [0, 4]), (4, [0, 4, 7, 8]), (6, [0, 1, 4, 5, 7, 8]), (99, range(9)), (None, range(9))):
+        assert evenly(examples, most) == [examples[place] for place in places]
+    plain = [Example(f"prompt {place}", " text", ("text",)) for place in range(5)]
+    assert evenly(plain, 3) == plain[:3]

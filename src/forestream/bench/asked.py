@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,16 @@ class Asked:
     categories: tuple[str | None, ...] | None = None
     turns: tuple[int, ...] | None = None
     examples: tuple[Example, ...] | None = None
+
+
+def evenly(examples: Sequence[Example], most: int | None = None) -> list[Example]:
+    """The first `most` examples, as many of every category as there are of the others; in their order."""
+    met = Counter[str | None]()
+    turns = []
+    for place, one in enumerate(examples):
+        turns.append((met[one.category], place))
+        met[one.category] += 1
+    return [examples[place] for place in sorted(place for _, place in sorted(turns)[:most])]
 
 
 def asked(

@@ -32,7 +32,9 @@ def bench(
         str, typer.Option(help="Whose prompts: e2e, sql, dialogsum, chat, spec_bench, gsm8k, humaneval or synthetic.")
     ] = "e2e",
     split: Annotated[str, typer.Option(help="validation to choose settings, test to report.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="How many distinct prompts; all by default.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="How many distinct prompts, of all categories alike; all by default.")
+    ] = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -118,7 +120,7 @@ def bench(
     forestream bench --adapter my-adapter --task e2e --split validation --methods plain,lookup-2,lookup-4,lookup-8
     """
     from forestream import provenance
-    from forestream.bench.asked import asked
+    from forestream.bench.asked import asked, evenly
     from forestream.bench.methods import Medusa, method
     from forestream.bench.resident import watched
     from forestream.bench.runner import run
@@ -127,7 +129,7 @@ def bench(
     dtype = options.dtype_on(device, dtype)
     made = provenance.collect()
     chosen = get_task(task)
-    examples = chosen.grouped(split, data_dir)[:limit]
+    examples = evenly(chosen.grouped(split, data_dir), limit)
     found = options.tuned_file(settings, adapter, dtype, device, compile, quantise)
     decoding = options.settings_from(
         None if found is None else found.decode,

@@ -276,7 +276,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     table = Table(title="against plain decoding, same model, same run", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     headings = ("method", "tokens/\npass", "accept.\nlength", "nodes/\npass", "ms/\npass", "tokens/\ns", "speedup")
     for heading in (*headings, "min to max", "equal\ntexts"):
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+        named = heading == "method"  # long names are folded before figures are cut
+        table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
     for name, row in results.items():
         speedup = row["speedup"]
         decoded = speedup["median"] is not None

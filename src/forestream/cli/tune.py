@@ -166,7 +166,8 @@ def _table(best: Sequence[Prediction], results: dict[str, dict[str, Any]], costs
 
     table = Table(title="predicted → measured", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("setting", "tokens a pass", "ms a pass", "tokens/s", "speedup"):
-        table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
+        named = heading == "setting"  # long names are folded before figures are cut
+        table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
     own = plain_seconds(costs)
     rows = [("plain", 1.0, own, 1 / own, 1.0)]
     rows += [(p.name, p.tokens_per_pass, p.pass_seconds, p.tokens_per_second, p.speedup) for p in best]

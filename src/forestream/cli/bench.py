@@ -39,7 +39,8 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +GN (only the first N streams draft) and +fused behind them, in this order; "
+            "also with +prune, +GN (only the first N streams draft), +fused and +lookup-B-A (B nodes looked up beside "
+            "the tree, A behind its first choices) behind them, in this order; "
             "plain-float32 (or -bfloat16, -float16) is plain decoding in another dtype. "
             "Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
             "in the text and drafts the GAMMA behind them; draft-model-GAMMA has the --draft-model write GAMMA tokens "

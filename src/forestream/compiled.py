@@ -69,8 +69,9 @@ class _Scratch:
             if self.where.dim() == 1:
                 store.index_copy_(2, self.where, own)
             else:
-                rows = torch.arange(len(self.where), device=self.where.device)[:, None]
-                store.transpose(1, 2).index_put_((rows, self.where), own.transpose(1, 2))
+                # Every place by its own index: the compiler would copy the store to write through a transposed view.
+                rows, heads = (torch.arange(size, device=store.device) for size in own.shape[:2])
+                store.index_put_((rows[:, None, None], heads[:, None], self.where[:, None]), own)
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel
 
 from batch import accepted, assert_as_alone, requests, together
@@ -156,3 +158,14 @@ def test_batches_of_ragged_prompts_share_code_for_any_number(host: str, mode: st
     before = graphs()
     assert_as_alone(model, requests((4, 3, 7, 8, 1, 5), 9), settings, rate=0.0)
     assert graphs() == before
+
+
+@pytest.mark.parametrize("lengths", [(5,), (5, 9, 7), (6, 6)])
+def test_the_cache_is_written_where_it_stays(lengths: tuple[int, ...]) -> None:
+    """Code that copies a whole store and then puts it back hides behind equal texts."""
+    model = wrapped("llama")
+    model.prepare("layer")
+    with config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(together, model, requests(lengths, 6), DecodeSettings(nodes=4))
+    assert any("cpp_fused_" in code for code in codes)
+    assert not any("cpp_fused_copy_" in code for code in codes)

@@ -160,6 +160,7 @@ def test_batches_of_ragged_prompts_share_code_for_any_number(host: str, mode: st
     assert graphs() == before
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 @pytest.mark.parametrize("lengths", [(5,), (5, 9, 7), (6, 6)])
 def test_the_cache_is_written_where_it_stays(lengths: tuple[int, ...]) -> None:
     """Code that copies a whole store and then puts it back hides behind equal texts."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from forestream import provenance
-from forestream.acceptance import Trace, rates, record, simulate
+from forestream.acceptance import Simulated, Trace, rates, record, simulate
 from forestream.baseline import plain
 from forestream.bench import PLAIN
 from forestream.bench.methods import drafting, method
@@ -163,11 +163,44 @@ def name_of(settings: DecodeSettings) -> str:
     return f"{settings.tree}-{size}+G{settings.streams}{fused}{looked_up}"
 
 
+def predict_all(
+    costs: Profile,
+    traces: Sequence[Trace],
+    settings: Sequence[DecodeSettings],
+    advance: Callable[[], None] = lambda: None,
+) -> list[Prediction]:
+    """`predict` of each, in their order; fused and deferred streams, whose drafts agree, are simulated once."""
+    known: dict[DecodeSettings, list[Simulated]] = {}
+    found = []
+    for one in settings:
+        trees = replace(one, carriers="deferred")
+        if trees not in known:
+            known[trees] = _simulated(traces, one)
+        found.append(_priced(costs, known[trees], one, traces[0].streams))
+        advance()
+    return found
+
+
 def predict(costs: Profile, traces: Sequence[Trace], settings: DecodeSettings) -> Prediction:
-    """Passes of the texts by simulation, and their seconds by the profile."""
+    """Passes of the texts by simulation, and their seconds by the profile.
+
+    Raises:
+        ConfigError: no text goes beyond its first token.
+    """
+    return _priced(costs, _simulated(traces, settings), settings, traces[0].streams)
+
+
+def _simulated(traces: Sequence[Trace], settings: DecodeSettings) -> list[Simulated]:
     drafter: RankDrafter = drafter_for(settings)
-    streams = settings.streams if settings.streams is not None else traces[0].streams
-    runs = [simulate(trace, drafter, streams, settings) for trace in traces]
+    return [simulate(trace, drafter, _streams(settings, trace.streams), settings) for trace in traces]
+
+
+def _streams(settings: DecodeSettings, trained: int) -> int:
+    return settings.streams if settings.streams is not None else trained
+
+
+def _priced(costs: Profile, runs: Sequence[Simulated], settings: DecodeSettings, trained: int) -> Prediction:
+    streams = _streams(settings, trained)
     passes = sum(run.passes for run in runs)
     seconds = sum(pass_seconds(costs, nodes, streams, settings.carriers) for run in runs for nodes in run.nodes)
     decoded = sum(run.tokens - 1 for run in runs)

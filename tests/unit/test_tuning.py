@@ -33,6 +33,7 @@ from forestream.tuning import (
     measure,
     name_of,
     predict,
+    predict_all,
     record_traces,
     share_of_best,
     shortlist,
@@ -184,6 +185,15 @@ def test_a_prediction_is_simulated_passes_times_profiled_seconds(carriers: Any) 
     assert found.pass_seconds == pytest.approx(seconds / len(sizes))
     assert found.tokens_per_second == pytest.approx(19 / seconds)
     assert found.speedup == pytest.approx(19 / seconds * plain_seconds(COSTS))
+
+
+def test_predictions_together_are_those_alone() -> None:
+    traces = [traced(), traced(9)]
+    offered = grid(traces, 2, DecodeSettings())
+    rounds: list[None] = []
+    found = predict_all(COSTS, traces, offered, lambda: rounds.append(None))
+    assert found == [predict(COSTS, traces, one) for one in offered]
+    assert len(rounds) == len(offered)
 
 
 def test_texts_of_one_token_predict_nothing() -> None:

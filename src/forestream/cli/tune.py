@@ -140,7 +140,9 @@ def _predictions(generator: Generator, costs: Profile, prompts: Sequence[tuple[i
     with counted("recording what streams draft", len(prompts)) as advance:
         traces = tuning.record_traces(generator, prompts, lambda: advance(1))
     streams = generator.model.stream_config.streams
-    return [tuning.predict(costs, traces, one) for one in tuning.grid(traces, streams, generator.settings)]
+    offered = tuning.grid(traces, streams, generator.settings)
+    with counted("predicting settings", len(offered)) as advance:
+        return tuning.predict_all(costs, traces, offered, lambda: advance(1))
 
 
 def _sizes(batches: str | None) -> list[int]:

@@ -199,7 +199,8 @@ def _recipe(made: dict[str, Any]) -> str:
 
 
 def _losses(log: dict[str, Any]) -> str:
-    names = [key.removesuffix("_loss") for key in log if key.endswith("_loss")]
+    # The Trainer adds the mean loss of the whole run as `train_loss`.
+    names = [key.removesuffix("_loss") for key in log if key.endswith("_loss") and key != "train_loss"]
     if not names:
         return ""
     rows = [

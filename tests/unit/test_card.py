@@ -30,7 +30,7 @@ MADE: dict[str, Any] = {
     "loss": {"stream": 0.1},
     "examples": 7200,
     "updates": 600,
-    "last_log": {"loss": 2.5, "main_loss": 1.1, "main_accuracy": 0.7, "stream_1_loss": 2.0, "stream_1_accuracy": 0.5},
+    "last_log": {"loss": 2.5, "train_loss": 3.5, "main_loss": 1.1, "main_accuracy": 0.7, "stream_1_loss": 2.0, "stream_1_accuracy": 0.5},
 }
 SCORES = {
     "provenance": {
@@ -77,6 +77,7 @@ def test_the_body_says_what_the_provenance_says() -> None:
     ):
         assert told in text
     assert "| loss | 2.5" not in text
+    assert "| train |" not in text
     assert "## Measured" not in text
 
 
@@ -192,6 +193,7 @@ def test_records_of_other_adapters_and_of_nothing_are_refused(adapter: Path, tmp
         ("smollm2-135m-sql", ["sql-quality-joint"], ["sql-test-float32"], "apache-2.0"),
         # As the data's, which may not be used commercially.
         ("smollm2-135m-dialogsum", ["dialogsum-quality-joint"], ["dialogsum-test-float32"], "cc-by-nc-sa-4.0"),
+        ("smollm2-135m-chat", [], ["spec-bench-float32"], "cc-by-nc-4.0"),
     ],
 )
 def test_shipped_cards_are_what_their_records_say(

@@ -7,7 +7,7 @@ task=${1:?sql or dialogsum}
 data=${2:?the folder that holds the data sets}
 twin=${3:-}
 case $task in # prompts to tune with, and how many settings; prompts to sweep lookup with, to measure, to score; methods
-  sql) tuned=16 tried=4 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-32 ;;
+  sql) tuned=16 tried=4 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-5+G4,budget-8,budget-32 ;;
   dialogsum) tuned=12 tried=5 swept=16 measured=32 scored=500 methods=lookup-2-2,lookup-4-2,forestream,budget-8,budget-32 ;;
   *) echo "no adapter is shipped for $task; expected sql or dialogsum" >&2 && exit 2 ;;
 esac

@@ -30,7 +30,14 @@ MADE: dict[str, Any] = {
     "loss": {"stream": 0.1},
     "examples": 7200,
     "updates": 600,
-    "last_log": {"loss": 2.5, "train_loss": 3.5, "main_loss": 1.1, "main_accuracy": 0.7, "stream_1_loss": 2.0, "stream_1_accuracy": 0.5},
+    "last_log": {
+        "loss": 2.5,
+        "train_loss": 3.5,
+        "main_loss": 1.1,
+        "main_accuracy": 0.7,
+        "stream_1_loss": 2.0,
+        "stream_1_accuracy": 0.5,
+    },
 }
 SCORES = {
     "provenance": {

@@ -15,12 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from forestream.config import DecodeSettings
-from forestream.drafting import RankDrafter, best_tokens
+from forestream.drafting import RankDrafter
 from forestream.errors import ConfigError, PromptError
 from forestream.lookup import NGrams, with_copies
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.paths import told
+from forestream.ranking import best_tokens
 from forestream.verify import verify
 
 ROWS = 128

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from forestream.drafting import best_ids, best_tokens
 from forestream.model import Rows, StreamingLM
+from forestream.ranking import best_ids, best_tokens
 
 NEAR = 128
 """Candidates of a stream that a path sampler is to choose among: those that come first whatever stands before them."""

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from forestream.drafting import DraftTree, best_tokens
+from forestream.drafting import DraftTree
+from forestream.ranking import best_tokens
 
 Finish = Literal["stop", "length"]
 

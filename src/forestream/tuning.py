@@ -163,6 +163,15 @@ def name_of(settings: DecodeSettings) -> str:
     return f"{settings.tree}-{size}+G{settings.streams}{fused}{looked_up}"
 
 
+def predict(costs: Profile, traces: Sequence[Trace], settings: DecodeSettings) -> Prediction:
+    """Passes of the texts by simulation, and their seconds by the profile.
+
+    Raises:
+        ConfigError: no text goes beyond its first token.
+    """
+    return predict_all(costs, traces, [settings])[0]
+
+
 def predict_all(
     costs: Profile,
     traces: Sequence[Trace],
@@ -173,34 +182,17 @@ def predict_all(
     known: dict[DecodeSettings, list[Simulated]] = {}
     found = []
     for one in settings:
+        drafter: RankDrafter = drafter_for(one)
+        streams = one.streams if one.streams is not None else traces[0].streams
         trees = replace(one, carriers="deferred")
         if trees not in known:
-            known[trees] = _simulated(traces, one)
-        found.append(_priced(costs, known[trees], one, traces[0].streams))
+            known[trees] = [simulate(trace, drafter, streams, one) for trace in traces]
+        found.append(_priced(costs, known[trees], one, streams))
         advance()
     return found
 
 
-def predict(costs: Profile, traces: Sequence[Trace], settings: DecodeSettings) -> Prediction:
-    """Passes of the texts by simulation, and their seconds by the profile.
-
-    Raises:
-        ConfigError: no text goes beyond its first token.
-    """
-    return _priced(costs, _simulated(traces, settings), settings, traces[0].streams)
-
-
-def _simulated(traces: Sequence[Trace], settings: DecodeSettings) -> list[Simulated]:
-    drafter: RankDrafter = drafter_for(settings)
-    return [simulate(trace, drafter, _streams(settings, trace.streams), settings) for trace in traces]
-
-
-def _streams(settings: DecodeSettings, trained: int) -> int:
-    return settings.streams if settings.streams is not None else trained
-
-
-def _priced(costs: Profile, runs: Sequence[Simulated], settings: DecodeSettings, trained: int) -> Prediction:
-    streams = _streams(settings, trained)
+def _priced(costs: Profile, runs: Sequence[Simulated], settings: DecodeSettings, streams: int) -> Prediction:
     passes = sum(run.passes for run in runs)
     seconds = sum(pass_seconds(costs, nodes, streams, settings.carriers) for run in runs for nodes in run.nodes)
     decoded = sum(run.tokens - 1 for run in runs)

@@ -21,7 +21,7 @@ from forestream.cli import app
 from forestream.config import DecodeSettings, SamplingSettings
 from forestream.data import Collator, Tokens
 from forestream.decode import decode
-from forestream.drafting import BudgetTree, DraftTree, best_ids, drafter_for
+from forestream.drafting import BudgetTree, DraftTree, drafter_for
 from forestream.errors import CheckpointError, ConfigError
 from forestream.generation import Generator
 from forestream.manifest import MANIFEST, Manifest
@@ -29,6 +29,7 @@ from forestream.model import StreamingLM
 from forestream.objective import LossConfig, batch_pass, joint_loss, tokens_before
 from forestream.packing import Pack
 from forestream.paths import told
+from forestream.ranking import best_ids
 from forestream.requests import Request
 from forestream.sampler import fit_sampler, save_sampler
 from forestream.steps import Step, tokens_of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from forestream.drafting import BudgetTree, FullTree, RankDrafter, StaticTree, best_ids, best_tokens
+from forestream.drafting import BudgetTree, FullTree, RankDrafter, StaticTree
+from forestream.ranking import best_ids, best_tokens
 from oracle import best_paths
 from strategies import paths_of, stream_logits, tied_logits, topologies
 

@@ -11,8 +11,9 @@ from forestream import acceptance
 from forestream.acceptance import Simulated, Trace, rates, record, simulate
 from forestream.config import DecodeSettings
 from forestream.decode import decode
-from forestream.drafting import BudgetTree, DraftTree, FullTree, StaticTree, best_tokens, drafter_for
+from forestream.drafting import BudgetTree, DraftTree, FullTree, StaticTree, drafter_for
 from forestream.errors import ConfigError, PromptError
+from forestream.ranking import best_tokens
 from forestream.steps import Step
 from forestream.topology import chain
 from oracle import Prophet

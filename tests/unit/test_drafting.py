@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from forestream.config import DecodeSettings
-from forestream.drafting import (
-    BudgetTree,
-    DraftTree,
-    FullTree,
-    StaticTree,
-    best_ids,
-    best_tokens,
-    drafter_for,
-    largest_tree,
-)
+from forestream.drafting import BudgetTree, DraftTree, FullTree, StaticTree, drafter_for, largest_tree
 from forestream.errors import ConfigError
+from forestream.ranking import best_ids, best_tokens
 from forestream.topology import Topology, chain
 from oracle import best_paths
 from strategies import paths_of

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from forestream.drafting import BudgetTree, DraftTree, FullTree, StaticTree, best_ids, best_tokens
+from forestream.drafting import BudgetTree, DraftTree, FullTree, StaticTree
 from forestream.errors import ConfigError
+from forestream.ranking import best_ids, best_tokens
 from forestream.vocabulary import OUTSIDE, DraftVocabulary
 
 END = 2

@@ -18,11 +18,11 @@ from torch.nn import functional
 from forestream import weights
 from forestream.acceptance import ROWS, Trace
 from forestream.config import JsonConfig, one_of, whole
-from forestream.drafting import best_tokens
 from forestream.errors import CheckpointError, ConfigError, PromptError
 from forestream.model import StreamingLM
 from forestream.packing import Pack
 from forestream.ports import Port
+from forestream.ranking import best_tokens
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 task=${1:?sql or dialogsum}
 data=${2:?the folder that holds the data sets}
 twin=${3:-}
-case $task in # prompts to tune with, and how many settings; prompts to sweep lookup with, to measure, to score; methods
-  sql) tuned=16 tried=4 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-5+G4,budget-8,budget-32 ;;
-  dialogsum) tuned=12 tried=5 swept=16 measured=32 scored=500 methods=lookup-2-2,lookup-4-2,forestream,budget-8,budget-32 ;;
+case $task in # prompts to tune with, to sweep prompt lookup with, to measure, to score; what is measured
+  sql) tuned=16 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-5+G4,budget-8,budget-32 ;;
+  dialogsum) tuned=12 swept=16 measured=32 scored=500 methods=lookup-2-2,lookup-4-2,forestream,budget-8,budget-32 ;;
   *) echo "no adapter is shipped for $task; expected sql or dialogsum" >&2 && exit 2 ;;
 esac
 adapter=adapters/smollm2-135m-$task
@@ -17,7 +17,7 @@ run=.venv/bin/forestream
 bench=($run bench --adapter "$adapter" --task "$task" --data-dir "$data" --dtype float32)
 
 # Settings, prompt lookup's too, are chosen on the validation split and reported on the test split.
-$run tune --adapter "$adapter" --task "$task" --data-dir "$data" --limit $tuned --candidates $tried --dtype float32 \
+$run tune --adapter "$adapter" --task "$task" --data-dir "$data" --limit $tuned --candidates 5 --dtype float32 \
   --output decoding.json --json "$results/$task-tune-float32.json"
 "${bench[@]}" --split validation --limit $swept --settings decoding.json \
   --methods plain,lookup-2-2,lookup-4-2,lookup-4-3,lookup-8-2 --json "$results/$task-lookup-float32.json"

@@ -97,12 +97,12 @@ def test_shipped_adapters_write_what_plain_decoding_does(folder: Path) -> None:
     """In float32, and in fewer passes than tokens."""
     generator = Generator.from_pretrained(folder)
     task = get_task(json.loads((folder / "provenance.json").read_text())["task"])
-    # Chats are of no single data set.
+    joint = generator.model.stream_config.mode == "joint"
+    assert (task.source is None) != joint, "chats are of no single data set"
     prompt = [user("What is a good name for a cat?")] if task.source is None else task.source.prompt
     written = generator.generate(prompt, max_new_tokens=24)
     assert written.tokens == generator.collect(generator.plain_steps(prompt, max_new_tokens=24)).tokens
-    least = 2.0 if generator.model.stream_config.mode == "joint" else 1.2
-    assert written.counters.generated > least * written.counters.passes
+    assert written.counters.generated > (2 if joint else 1.2) * written.counters.passes
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *ADAPTERS], ids=lambda path: path.name)

@@ -24,3 +24,18 @@ def test_texts_keep_their_own_n_grams_when_others_have_ended() -> None:
     drafts.offer(rows)
     drafts.keep([2, 0])
     assert [offer.tree.tokens for offer in drafts.offer([rows[2], rows[0]])] == [(3, 7), (1, 5)]
+
+
+def test_the_shortest_match_is_the_settings() -> None:
+    """One token matches: too few where two are asked for."""
+    row = Row(Request((1, 2, 9, 3, 2)), 8)
+    for settings, tokens in ((LookupSettings(3, 3, 2), (2,)), (LookupSettings(3, 3, 1), (2, 9, 3, 2))):
+        drafts = Lookup(settings).begin(model_of("llama", "joint"), [row], 8)
+        assert drafts.offer([row])[0].tree.tokens == tokens
+
+
+def test_the_longest_match_is_the_settings() -> None:
+    row = Row(Request((1, 2, 7, 5, 2, 8, 1, 2)), 8)
+    for longest, token in ((1, 8), (3, 7)):  # two tokens match further back than one
+        drafts = Lookup(LookupSettings(1, longest)).begin(model_of("llama", "joint"), [row], 8)
+        assert drafts.offer([row])[0].tree.tokens == (2, token)

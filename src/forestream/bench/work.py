@@ -65,7 +65,7 @@ class Work:
         if settings is None:
             return Work(bare, bare)
         plan = Plan.of(model, settings)
-        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
+        slot = slot_bytes(model)
         if not plan.streams:
             return Work(bare, bare, bytes=(plan.slots - 1) * slot)
         scorer = 0
@@ -95,7 +95,7 @@ class Work:
     def of_heads(model: StreamingLM, settings: DecodeSettings, heads: MedusaHeads) -> Work:
         """Of drafting by heads in place of streams. Errors as in `of`."""
         bare, slots = sizes_of(model), Plan.of(model, settings, heads=heads).slots
-        slot = sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
+        slot = slot_bytes(model)
         held = sum(p.numel() * p.element_size() for p in heads.state_dict().values())
         weights = sum(p.numel() for p in heads.state_dict().values() if p.dim() > 1)
         if heads.config.projection == "shared":
@@ -179,6 +179,11 @@ def sizes_of(model: StreamingLM, gated: bool = False) -> Sizes:
     head, small = model.port.model.get_output_embeddings(), model.draft_head
     drafted = None if small is None else matrices(small)
     return Sizes(tuple(layers), len(model.trunk_layers), matrices(head), False, draft_head=drafted)
+
+
+def slot_bytes(model: StreamingLM) -> int:
+    """Bytes of the keys and values of one slot, in all layers."""
+    return sum(kept.heads * (kept.key_size + kept.value_size) for kept in model.port.kept) * model.dtype.itemsize
 
 
 def copied(model: StreamingLM) -> int:

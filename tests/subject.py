@@ -27,6 +27,13 @@ PRUNINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "extreme": ({"prune_below": 1.0}, {"prune_to": 2}),
 }
 CARRIERS = ("deferred", "fused")
+WHO: tuple[dict[str, Any], ...] = (
+    {"carriers": "deferred"},
+    {"carriers": "fused"},
+    {"carriers": "fused", "carried": 1},
+    {"carriers": "fused", "carried": 3},
+)
+"""Who carries streams."""
 
 
 @dataclass

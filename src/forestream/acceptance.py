@@ -93,11 +93,13 @@ class Simulated:
         tokens: written in all.
         nodes: size of each pass's tree, root included.
         accepted: drafts that each pass accepted.
+        ends: place of the node where each pass ended among the `DraftTree.ends` of its tree.
     """
 
     tokens: int
     nodes: tuple[int, ...]
     accepted: tuple[int, ...]
+    ends: tuple[int, ...]
 
     @property
     def passes(self) -> int:
@@ -186,7 +188,7 @@ def simulate(trace: Trace, drafter: RankDrafter, streams: int, lookup: DecodeSet
     lookup = lookup or DecodeSettings()
     most = streams + lookup.lookup_beside + lookup.lookup_behind
     text, behind, ngrams = (*trace.tokens, *[NO_TOKEN] * most), list(trace.prompt), NGrams()
-    nodes, accepted = [], []
+    nodes, accepted, ends = [], [], []
     written = 1
     while written < length:
         # As in `decode`: a pass yields one token more than it accepts.
@@ -201,8 +203,9 @@ def simulate(trace: Trace, drafter: RankDrafter, streams: int, lookup: DecodeSet
         path = verify(tree, [text[written + steps] for steps in tree.topology.depths].__getitem__).path
         nodes.append(len(tree.tokens))
         accepted.append(len(path) - 1)
+        ends.append(tree.ends.index(path[-1]))
         written = min(written + len(path), length)
-    return Simulated(length, tuple(nodes), tuple(accepted))
+    return Simulated(length, tuple(nodes), tuple(accepted), tuple(ends))
 
 
 def rates(traces: Sequence[Trace], streams: int) -> list[list[float]]:

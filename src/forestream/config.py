@@ -162,6 +162,9 @@ class DecodeSettings(JsonConfig):
         streams: G to use, at most the trained G; None uses all.
         carriers: "deferred" computes streams for the accepted node in a second short pass, "fused" for every
             surviving node in the same pass. The drafts are the same.
+        carried: of fused streams: only the so many nodes where the pass most likely ends carry any, and where it ends
+            elsewhere streams are deferred. Budget trees know their nodes' probabilities; of other trees it is the
+            first nodes. None: every node.
         lookup_beside: nodes that prompt lookup adds to every tree, from the root on: what followed when the text last
             read like its end. Where the tree holds its beginning already, the nodes lengthen that path. 0 adds none.
         lookup_behind: the same behind the streams' first choices: what followed when the text last read like their end.
@@ -178,6 +181,7 @@ class DecodeSettings(JsonConfig):
     shape: Shape | None = None
     streams: int | None = None
     carriers: Literal["deferred", "fused"] = "deferred"
+    carried: int | None = None
     lookup_beside: int = 0
     lookup_behind: int = 0
     prune_below: float = 0.0
@@ -197,6 +201,8 @@ class DecodeSettings(JsonConfig):
         if self.streams is not None:
             whole("streams", self.streams, 0, 64)
         one_of("carriers", self.carriers, ("deferred", "fused"))
+        if self.carried is not None:
+            whole("carried", self.carried, 1)
         whole("lookup_beside", self.lookup_beside, 0, 64)
         whole("lookup_behind", self.lookup_behind, 0, 64)
         in_range("prune_below", self.prune_below, 0.0, 1.0)

@@ -147,13 +147,21 @@ def plain_seconds(profile: Profile) -> float:
 
 
 def pass_seconds(
-    profile: Profile, nodes: int, streams: int, carriers: Literal["fused", "deferred"], kept: int | None = None
+    profile: Profile,
+    nodes: int,
+    streams: int,
+    carriers: Literal["fused", "deferred"],
+    kept: int | None = None,
+    carried: int | None = None,
+    missed: bool = False,
 ) -> float:
     """Seconds of a pass over a draft tree, drafting and verifying included.
 
         overhead + draft overhead + (N_L - N_s) layer(nodes) + head(kept) + draft head(G)
             + N_s layer(kept (1 + G))                  fused
             + N_s layer(kept) + N_s layer(G)           deferred
+            + N_s layer(kept + carried G)              fused, where few nodes carry streams
+            + N_s layer(G)                             where it ended at none of these
             + head(nodes)                              the exit scorer, where branches are pruned
 
     Args:
@@ -161,6 +169,8 @@ def pass_seconds(
         streams: G; with 0 nothing is drafted and the terms in G fall away.
         carriers: whether the streams ride in the same pass, or follow in a second one of the stream layers.
         kept: nodes that survive pruning, 1 to `nodes`; None prunes nothing.
+        carried: nodes that carry fused streams, at least 1; None: all that survive.
+        missed: whether the pass ended at a node without them, so that streams follow in a second pass after all.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -174,13 +184,15 @@ def pass_seconds(
         whole("kept", kept, 1, nodes)
         survivors = kept
         seconds += profile.head(nodes)
-    rows = survivors * (1 + streams) if carriers == "fused" else survivors
+    if carried is not None:
+        whole("carried", carried, 1)
+    riding = 0 if carriers == "deferred" else survivors if carried is None else min(carried, survivors)
     seconds += (profile.layers - profile.stream_layers) * profile.layer(nodes)
-    seconds += profile.stream_layers * profile.layer(rows)
+    seconds += profile.stream_layers * profile.layer(survivors + riding * streams)
     seconds += profile.head(survivors)
     if streams:
         seconds += (profile.draft_head or profile.head)(streams)
-        if carriers == "deferred":
+        if carriers == "deferred" or missed:
             seconds += profile.stream_layers * profile.layer(streams)
     return seconds
 

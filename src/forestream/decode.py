@@ -27,6 +27,7 @@ from forestream.requests import Request
 from forestream.rows import Row
 from forestream.schedule import Schedule
 from forestream.steps import Step, TokenScore
+from forestream.topology import renumbered
 from forestream.verify import Verdict
 
 LARGEST_TREE = 4096
@@ -144,7 +145,7 @@ class Plan:
         streams, keep = streams_in_use(model, settings, heads), keep_rule(settings)
         if keep is not None and streams and model.scorer is None:
             raise ConfigError("pruning needs the exit scorer; this adapter has none (scorer_rank 0)")
-        slots = tree_limit(settings, streams) * (1 + (streams if settings.carriers == "fused" else 0))
+        slots = fused_slots(settings, tree_limit(settings, streams), streams)
         return Plan(settings, streams, keep, _drafter(model, settings, drafter, heads), max(slots, streams + 1))
 
 
@@ -181,7 +182,8 @@ class Checked:
         logits: the main stream's at every node; rows of smaller trees are filled up with what nobody needs.
         trunk: states at the entry of the stream layers.
         main: final states of the nodes, before the norm.
-        streams: final states of the streams of every node, or none where streams are deferred.
+        carriers: numbers of the nodes that carried streams, in the trees that survived, per row.
+        streams: final states of their streams, or none where streams are deferred.
     """
 
     trees: tuple[DraftTree, ...]
@@ -189,6 +191,7 @@ class Checked:
     logits: Float[Tensor, "B N V"]
     trunk: Float[Tensor, "B N D"]
     main: Float[Tensor, "B N D"]
+    carriers: tuple[tuple[int, ...], ...]
     streams: Float[Tensor, "B G C D"]
 
 
@@ -203,9 +206,9 @@ def check(
 ) -> Checked:
     """One pass over a draft tree per row; nothing is committed yet."""
     topologies = [tree.topology for tree in trees]
-    fused = settings.carriers == "fused" and streams > 0
+    carriers = [carrying(tree, settings) if streams else () for tree in trees]
     size = max(map(len, topologies))
-    pack = Pack.forest(topologies, [range(len(one)) if fused else () for one in topologies], streams)
+    pack = Pack.forest(topologies, carriers, streams)
     ids = torch.tensor([[*tree.tokens, *[0] * (size - len(tree.tokens))] for tree in trees], device=model.device)
 
     def survivors(trunk: Float[Tensor, "B N D"]) -> tuple[tuple[int, ...], ...]:
@@ -218,7 +221,8 @@ def check(
 
     output = model(ids, pack, cache, survivors if keep is not None and size > 1 else None, topologies)
     left = tuple(tree.subset(kept) for tree, kept in zip(trees, output.kept, strict=True))
-    return Checked(left, output.kept, model.logits(output.main), output.trunk, output.main, output.streams)
+    found = tuple(renumbered(*pair) for pair in zip(carriers, output.kept, strict=True))
+    return Checked(left, output.kept, model.logits(output.main), output.trunk, output.main, found, output.streams)
 
 
 @torch.inference_mode()
@@ -251,8 +255,9 @@ def look_ahead(
     rows, nodes = map(list, zip(*places, strict=True))
     if heads is not None:
         return heads(checked.main[rows, nodes], streams)
-    if checked.streams.shape[1] >= streams:
-        return model.ahead(checked.streams[rows, :, nodes][:, :streams])
+    if checked.streams.shape[1] >= streams and all(node in checked.carriers[row] for row, node in places):
+        found = [checked.carriers[row].index(node) for row, node in places]
+        return model.ahead(checked.streams[rows, :, found][:, :streams])
     return model.ahead(model.streams_behind(checked.trunk[rows, nodes][:, None], streams, cache))
 
 
@@ -313,11 +318,29 @@ def tree_limit(settings: DecodeSettings, streams: int) -> int:
     return nodes + settings.lookup_beside + settings.lookup_behind
 
 
+def carrying(tree: DraftTree, settings: DecodeSettings) -> tuple[int, ...]:
+    """The nodes of a tree that carry streams in its pass."""
+    if settings.carriers == "deferred":
+        return ()
+    if settings.carried is None:
+        return tuple(range(len(tree.tokens)))
+    return tuple(sorted(tree.ends[: settings.carried]))
+
+
+def fused_slots(settings: DecodeSettings, nodes: int, streams: int) -> int:
+    """Slots of a pass over `nodes` nodes with the streams that they carry."""
+    if settings.carriers == "deferred":
+        return nodes
+    return nodes + streams * (nodes if settings.carried is None else min(settings.carried, nodes))
+
+
 def usual_passes(settings: DecodeSettings, streams: int) -> set[int]:
     """Numbers of slots that the layers meet in pass after pass; the last passes of a text may have fewer."""
     found = set[int]()
     for looked_up in product({0, settings.lookup_beside}, {0, settings.lookup_behind}):
         nodes = largest_tree(settings, streams) + sum(looked_up)
         kept = nodes if settings.prune_to is None else min(nodes, settings.prune_to)
-        found |= {nodes, kept * (1 + streams)} if settings.carriers == "fused" else {nodes, kept, streams}
+        found |= {nodes, fused_slots(settings, kept, streams)}
+        if settings.carriers == "deferred" or settings.carried is not None:
+            found.add(streams)
     return found - {0}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import exp, inf
 from typing import Protocol
 
 from jaxtyping import Float, Int
@@ -21,12 +22,17 @@ from forestream.topology import Topology, full
 class DraftTree:
     """A tree of tokens to check. Node 0 is the last verified token; siblings carry different tokens.
 
+    Attributes:
+        log_probs: per node, what whoever drafted takes the log-probability of its path to be; minus infinity where
+            nobody said. None if it is known of no node.
+
     Raises:
         ConfigError: tokens and nodes differ in number, or two siblings carry the same token.
     """
 
     topology: Topology
     tokens: tuple[int, ...]
+    log_probs: tuple[float, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.topology):
@@ -39,7 +45,23 @@ class DraftTree:
 
     def subset(self, keep: Sequence[int]) -> DraftTree:
         """The tree of the nodes in `keep`, which must hold whole paths from the root."""
-        return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep))
+        known = self.log_probs
+        log_probs = None if known is None else tuple(known[node] for node in keep)
+        return DraftTree(self.topology.subset(keep), tuple(self.tokens[node] for node in keep), log_probs)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Nodes by the probability that the text follows their path and none of their children, likeliest first.
+
+        Nodes whose path nobody gave a probability come last; where none has one, nodes come as they are numbered.
+        """
+        if self.log_probs is None:
+            return tuple(range(len(self.tokens)))
+        paths = [*map(exp, self.log_probs)]
+        left = [*paths]
+        for node, parent in enumerate(self.topology.parents[1:], start=1):
+            left[parent] -= paths[node]
+        return tuple(sorted(range(len(left)), key=lambda node: (paths[node] == 0.0, -left[node], node)))
 
     @property
     def first_choices(self) -> tuple[int, ...]:
@@ -64,7 +86,10 @@ class DraftTree:
             node = known
         if len(tokens) == len(self.tokens):
             return self
-        return DraftTree(Topology(tuple(parents)), tuple(tokens))
+        log_probs = self.log_probs
+        if log_probs is not None:
+            log_probs += (-inf,) * (len(tokens) - len(log_probs))
+        return DraftTree(Topology(tuple(parents)), tuple(tokens), log_probs)
 
 
 # Tokens behind the root; the candidates behind a path with their log-probabilities, best first.
@@ -200,7 +225,7 @@ class BudgetTree:
 
     def _best_first(self, root: int, depth: int, behind: Callable[[Path], Candidates]) -> DraftTree:
         """The best nodes, where `behind` tells the candidates behind a path, best first."""
-        parents, tokens = [-1], [root]
+        parents, tokens, costs = [-1], [root], [0.0]
         if depth and self.nodes > 1:
             # Taking a node offers its first child and its next sibling, neither of which scores higher.
             ids, log_probs = behind(())
@@ -210,6 +235,7 @@ class BudgetTree:
                 node = len(tokens)
                 parents.append(parent)
                 tokens.append(path[-1])
+                costs.append(cost)
                 ids, log_probs = behind(path[:-1])
                 if rank + 1 < len(ids):
                     sibling = (*path[:-1], ids[rank + 1])
@@ -217,7 +243,7 @@ class BudgetTree:
                 if len(path) < depth and len(tokens) < self.nodes:
                     ids, log_probs = behind(path)
                     heapq.heappush(heap, (cost - log_probs[0], (*path, ids[0]), -cost, node, 0))
-        return DraftTree(Topology(tuple(parents)), tuple(tokens))
+        return DraftTree(Topology(tuple(parents)), tuple(tokens), tuple(-cost for cost in costs))
 
 
 @dataclass(frozen=True)

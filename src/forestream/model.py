@@ -26,7 +26,7 @@ from forestream.packing import Pack
 from forestream.ports import LayerInputs, Rotary, port_for
 from forestream.pruning import ExitScorer
 from forestream.streams import PathSampler, SlotGate, StreamStart, rotate_values
-from forestream.topology import Topology
+from forestream.topology import Topology, renumbered
 from forestream.vocabulary import DraftVocabulary
 
 # From the trunk's output [B, N, D] to the nodes that survive in each row's tree, in increasing order.
@@ -260,8 +260,8 @@ class StreamingLM(nn.Module):
     ) -> PassOutput:
         """One pass over `pack`, behind the text committed in `cache`.
 
-        With `prune`, trunk layers see all N nodes and stream layers only the survivors, each carrying streams if the
-        pack has any; `trees` are then the rows' trees that were offered.
+        With `prune`, trunk layers see all N nodes and stream layers only the survivors, with the streams of those that
+        carry any; `trees` are then the rows' trees that were offered.
         """
         lengths = cache.lengths if cache is not None else [0]
         nodes = pack.main_only()
@@ -276,7 +276,8 @@ class StreamingLM(nn.Module):
             pruned = any(len(own) < len(tree) for own, tree in zip(kept, trees, strict=True))
             if pruned:
                 left = [tree.subset(own) for tree, own in zip(trees, kept, strict=True)]
-                pack = Pack.forest(left, [range(len(own)) if pack.streams else () for own in kept], pack.streams)
+                carriers = [renumbered(*pair) for pair in zip(pack.carriers.tolist(), kept, strict=True)]
+                pack = Pack.forest(left, carriers, pack.streams)
                 states = _picked(states, kept)
         slots = self._attach(states, pack)
         if pack.streams or pruned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -89,6 +89,12 @@ class Topology:
         if missing := [n for n in keep if n != 0 and self.parents[n] not in renumbered]:
             raise ConfigError(f"nodes {missing} are kept without their parents; keep whole paths from the root")
         return Topology(tuple(-1 if node == 0 else renumbered[self.parents[node]] for node in keep))
+
+
+def renumbered(nodes: Iterable[int], kept: Sequence[int]) -> tuple[int, ...]:
+    """Those of `nodes` that are kept, by their numbers among `kept`, each once."""
+    places = {node: place for place, node in enumerate(kept)}
+    return tuple(dict.fromkeys(places[node] for node in nodes if node in places))
 
 
 def chain(length: int) -> Topology:

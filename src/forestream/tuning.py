@@ -94,6 +94,9 @@ BUDGETS: Final = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 LOOKED_UP: Final = ((0, 0), (3, 0), (0, 4), (3, 4))
 """Nodes that are looked up beside a budget tree and behind its first choices."""
 
+CARRIED: Final = (1, 2, 3)
+"""Nodes of a budget tree that carry fused streams, where not all do."""
+
 FULL: Final = ((1, 4), (2, 2), (2, 3), (3, 2))
 """Full trees as (k, most streams): larger ones hold more nodes than any of the others."""
 
@@ -133,9 +136,10 @@ def record_traces(
 def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[DecodeSettings]:
     """Every setting that is considered: budget, full and static trees with 1 to G streams, fused and deferred.
 
-    Beside budget trees drafts are looked up, too.
+    Beside budget trees drafts are looked up, too, and few of their nodes may carry the fused streams.
     """
-    bare = replace(base, tree="budget", shape=None, prune_below=0.0, prune_to=None, lookup_beside=0, lookup_behind=0)
+    bare = replace(base, tree="budget", shape=None, carried=None, prune_below=0.0, prune_to=None)
+    bare = replace(bare, lookup_beside=0, lookup_behind=0)
     settings = []
     for used in range(1, streams + 1):
         here = replace(bare, streams=used)
@@ -151,13 +155,20 @@ def grid(traces: Sequence[Trace], streams: int, base: DecodeSettings) -> list[De
             shape = tuple(zip(parents[1:], ranks[1:], strict=True))
             settings.append(replace(here, tree="static", shape=shape))
     # Where streams have few candidates, the best shapes of several sizes are one.
-    return list(dict.fromkeys(replace(one, carriers=how) for one in settings for how in ("deferred", "fused")))
+    return list(dict.fromkeys(how for one in settings for how in _carriers(one)))
+
+
+def _carriers(settings: DecodeSettings) -> list[DecodeSettings]:
+    fused = replace(settings, carriers="fused")
+    few = [count for count in CARRIED if count < settings.nodes] if settings.tree == "budget" else []
+    return [replace(settings, carriers="deferred"), fused, *(replace(fused, carried=count) for count in few)]
 
 
 def name_of(settings: DecodeSettings) -> str:
     """A short name: form and size of the tree, streams, where they are computed, and what is looked up."""
     size = {"budget": settings.nodes, "full": settings.k, "static": len(settings.shape or ()) + 1}[settings.tree]
-    fused = "+fused" if settings.carriers == "fused" else ""
+    few = "" if settings.carried is None else f"-{settings.carried}"
+    fused = f"+fused{few}" if settings.carriers == "fused" else ""
     beside, behind = settings.lookup_beside, settings.lookup_behind
     looked_up = f"+lookup-{beside}-{behind}" if beside or behind else ""
     return f"{settings.tree}-{size}+G{settings.streams}{fused}{looked_up}"
@@ -178,13 +189,13 @@ def predict_all(
     settings: Sequence[DecodeSettings],
     advance: Callable[[], None] = lambda: None,
 ) -> list[Prediction]:
-    """`predict` of each, in their order; fused and deferred streams, whose drafts agree, are simulated once."""
+    """`predict` of each, in their order; settings that differ in carriers alone draft alike, and are simulated once."""
     known: dict[DecodeSettings, list[Simulated]] = {}
     found = []
     for one in settings:
         drafter: RankDrafter = drafter_for(one)
         streams = one.streams if one.streams is not None else traces[0].streams
-        trees = replace(one, carriers="deferred")
+        trees = replace(one, carriers="deferred", carried=None)
         if trees not in known:
             known[trees] = [simulate(trace, drafter, streams, one) for trace in traces]
         found.append(_priced(costs, known[trees], one, streams))
@@ -194,7 +205,7 @@ def predict_all(
 
 def _priced(costs: Profile, runs: Sequence[Simulated], settings: DecodeSettings, streams: int) -> Prediction:
     passes = sum(run.passes for run in runs)
-    seconds = sum(pass_seconds(costs, nodes, streams, settings.carriers) for run in runs for nodes in run.nodes)
+    seconds = sum(_seconds(costs, run, settings, streams) for run in runs)
     decoded = sum(run.tokens - 1 for run in runs)
     if not passes:
         raise ConfigError("no text of the traces goes beyond its first token; there is nothing to speed up")
@@ -206,6 +217,15 @@ def _priced(costs: Profile, runs: Sequence[Simulated], settings: DecodeSettings,
         seconds / passes,
         speed,
         speed * plain_seconds(costs),
+    )
+
+
+def _seconds(costs: Profile, run: Simulated, settings: DecodeSettings, streams: int) -> float:
+    few = settings.carried if settings.carriers == "fused" else None
+    missed = [few is not None and end >= few for end in run.ends]
+    return sum(
+        pass_seconds(costs, nodes, streams, settings.carriers, carried=few, missed=deferred)
+        for nodes, deferred in zip(run.nodes, missed, strict=True)
     )
 
 

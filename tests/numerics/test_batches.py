@@ -18,7 +18,7 @@ from forestream.schedule import Schedule
 from forestream.steps import tokens_of
 from oracle import prefilled
 from stretched import BORDER, stretched
-from subject import CARRIERS, PRUNINGS, model_of
+from subject import CARRIERS, PRUNINGS, WHO, model_of
 from tiny import tiny_tokenizer
 from wrapped import prompt, wrapped
 from zoo import HOSTS, WINDOW
@@ -40,8 +40,8 @@ def test_every_family_with_ragged_prompts_and_ends(family: str, carriers: Any) -
 def test_trees_pruned_and_not_where_rows_keep_different_nodes(tree: dict[str, Any], pruning: str) -> None:
     model = model_of("mistral-window", "lossless")
     for rule in PRUNINGS[pruning]:
-        for carriers in CARRIERS:
-            found = assert_as_alone(model, requests(RAGGED), DecodeSettings(**tree, **rule, carriers=carriers), 0.9)
+        for who in WHO:
+            found = assert_as_alone(model, requests(RAGGED), DecodeSettings(**tree, **rule, **who), 0.9)
             assert accepted(found) > 5
 
 

@@ -44,6 +44,7 @@ LAWS: dict[str, dict[str, Any]] = {
 SETTINGS = (
     DecodeSettings(nodes=3),
     DecodeSettings(nodes=9, carriers="fused"),
+    DecodeSettings(nodes=9, carriers="fused", carried=2),
     DecodeSettings(tree="full", k=1, carriers="fused"),
     DecodeSettings(tree="full", k=2, streams=3),
     DecodeSettings(nodes=16, prune_to=9),

@@ -9,7 +9,7 @@ from forestream.baseline import plain
 from forestream.config import DecodeSettings
 from forestream.steps import Counters, tokens_of
 from oracle import AlwaysDrafter, NeverDrafter, SometimesDrafter, assert_equal_texts
-from subject import CARRIERS, PRUNINGS, Subject, lively, model_of, stock_text, subject
+from subject import CARRIERS, PRUNINGS, WHO, Subject, lively, model_of, stock_text, subject
 from wrapped import STREAMS, prompt, wrapped
 from zoo import HOSTS, WINDOW, custom
 
@@ -48,10 +48,10 @@ def test_full_trees_of_all_sizes_and_prunings(host: str, mode: str) -> None:
 @every_host
 def test_budget_trees_of_all_sizes_and_carriers(host: str, mode: str) -> None:
     here = lively(model_of(host, mode))
-    for place, (nodes, carriers) in enumerate(product((1, 5, 16, 32), CARRIERS)):
+    for place, (nodes, who) in enumerate(product((1, 5, 16, 32), WHO)):
         for rule in ({}, PRUNINGS["mild"][place // 2 % 2], PRUNINGS["extreme"][place // 2 % 2])[:nodes]:
             seen = Subject(here.model, here.start, here.text)
-            steps = seen.check(12, nodes=nodes, carriers=carriers, **rule)
+            steps = seen.check(12, nodes=nodes, **who, **rule)
             assert max(len(step.kept) for step in steps) <= nodes
             assert (len(steps) == 12) == (seen.counters.accepted == 0)
             if nodes > 1:
@@ -76,11 +76,11 @@ TREES: tuple[dict[str, Any], ...] = (
 def test_drafts_that_are_looked_up(host: str, mode: str) -> None:
     """Beside any tree, behind its first choices, and with no tree at all."""
     here, deepest = lively(model_of(host, mode), 30), 0
-    for looked_up, carriers, tree in product(LOOKED_UP, CARRIERS, TREES):
-        if carriers == "fused" and tree == {"nodes": 1}:
+    for looked_up, who, tree in product(LOOKED_UP, WHO, TREES):
+        if who != WHO[0] and tree == {"nodes": 1}:
             continue  # no streams, no carriers
         seen = Subject(here.model, here.start, here.text)
-        steps = seen.check(30 if tree == {"nodes": 1} else 12, carriers=carriers, **tree, **looked_up)
+        steps = seen.check(30 if tree == {"nodes": 1} else 12, **who, **tree, **looked_up)
         extra = sum(looked_up.values())
         assert max(len(step.tree.tokens) for step in steps if step.tree) <= tree.get("nodes", 7) + extra
         deepest = max(deepest, *(step.offered_depth for step in steps))

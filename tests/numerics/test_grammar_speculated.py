@@ -25,6 +25,7 @@ from zoo import custom
 TREES: dict[str, dict[str, Any]] = {
     "budget": {"nodes": 12},
     "fused": {"nodes": 24, "carriers": "fused"},
+    "few carriers": {"nodes": 24, "carriers": "fused", "carried": 3},
     "full": {"tree": "full", "k": 3, "streams": 3},
     "pruned": {"nodes": 16, "prune_to": 6},
     "looked up": {"nodes": 6, "lookup_beside": 3, "lookup_behind": 3},

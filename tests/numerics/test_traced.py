@@ -215,6 +215,8 @@ def test_passes_of_any_size_share_code() -> None:
         {"nodes": 1, "lookup_beside": 3},
         {"nodes": 5, "lookup_beside": 2, "lookup_behind": 3},
         {"nodes": 5, "lookup_behind": 3, "carriers": "fused"},
+        {"nodes": 6, "carriers": "fused", "carried": 2},
+        {"nodes": 4, "lookup_behind": 3, "carriers": "fused", "carried": 1},
     ],
     ids=str,
 )

@@ -215,6 +215,15 @@ def test_a_pass_by_hand(nodes: int, streams: int, carriers: Carriers, kept: int 
     assert pass_seconds(PROFILE, nodes, streams, carriers, kept) == seconds
 
 
+@pytest.mark.parametrize(
+    ("carried", "missed", "rows", "second"),
+    [(1, False, 8 + 4, 0), (2, False, 8 + 8, 0), (2, True, 8 + 8, 2 * 14), (9, False, 8 + 32, 0)],
+)
+def test_a_pass_in_which_few_nodes_carry_streams_by_hand(carried: int, missed: bool, rows: int, second: int) -> None:
+    wanted = 6000 + 3 * 18 + 2 * (10 + rows) + 108 + 104 + second
+    assert pass_seconds(PROFILE, 8, 4, "fused", carried=carried, missed=missed) == wanted
+
+
 def test_speeds_by_hand_and_their_break_even() -> None:
     seconds = pass_seconds(PROFILE, 8, 4, "fused")
     assert tokens_per_second(3.0, 0.5) == 6.0
@@ -239,7 +248,10 @@ def test_a_faster_machine_part_makes_a_faster_pass() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, 4, "fused"), (8, -1, "fused"), (8, 4, "both"), (8, 4, "fused", 0), (8, 4, "fused", 9), (8.0, 4, "fused")],
+    [
+        *((0, 4, "fused"), (8, -1, "fused"), (8, 4, "both"), (8.0, 4, "fused")),
+        *((8, 4, "fused", 0), (8, 4, "fused", 9), (8, 4, "fused", 8, 0)),
+    ],
 )
 def test_impossible_passes_are_refused(arguments: Any) -> None:
     with pytest.raises(ConfigError, match="; expected"):

@@ -1,6 +1,7 @@
 """Draft trees from stream logits: full and static ones node by node, budget trees against all paths there are."""
 
 from itertools import product
+from math import exp, inf, log
 
 import pytest
 import torch
@@ -44,6 +45,38 @@ def test_a_subset_takes_its_tokens_along() -> None:
     assert tree.subset((0, 2, 4)) == DraftTree(chain(3), (1, 3, 5))
     with pytest.raises(ConfigError, match="without their parents"):
         tree.subset((0, 4))
+
+
+def logs(*shares: float) -> tuple[float, ...]:
+    return tuple(log(share) if share else -inf for share in shares)
+
+
+def test_where_a_pass_most_likely_ends() -> None:
+    """At a node that is probable and whose children are not: shares of 0.2, 0.1, 0.3, 0.25 and 0.15 here."""
+    topology, tokens = Topology((-1, 0, 0, 1, 2)), (1, 2, 3, 4, 5)
+    tree = DraftTree(topology, tokens, logs(1.0, 0.35, 0.45, 0.25, 0.15))
+    assert tree.ends == (2, 3, 0, 4, 1)
+    assert tree == DraftTree(topology, tokens), "what was thought of a tree is none of what it is"
+    assert DraftTree(topology, tokens).ends == (0, 1, 2, 3, 4)
+    # Without node 4 all of node 2's share is its own.
+    assert tree.subset((0, 2, 1, 3)).ends == (1, 3, 0, 2)
+    # Nobody knows how often what was looked up is right: it comes last, and takes nothing from its parent.
+    assert tree.joined((2, 4, 7, 8), 2).ends == (2, 3, 0, 4, 1, 5, 6)
+
+
+def test_budget_trees_know_what_their_nodes_are_worth() -> None:
+    logits = torch.randn(3, 9)
+    tree = BudgetTree(12)([ROOT], logits)
+    laws = logits.log_softmax(dim=-1)
+    assert tree.log_probs is not None
+    for node in range(12):
+        path = tree.topology.path(node)[1:]
+        wanted = sum(float(laws[depth, tree.tokens[each]]) for depth, each in enumerate(path))
+        assert tree.log_probs[node] == pytest.approx(wanted, abs=1e-5)
+    left = [exp(own) for own in tree.log_probs]
+    for node, parent in enumerate(tree.topology.parents[1:], start=1):
+        left[parent] -= exp(tree.log_probs[node])
+    assert [left[node] for node in tree.ends] == sorted(left, reverse=True)
 
 
 # --- ranking --------------------------------------------------------------------------------------------------

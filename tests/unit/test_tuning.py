@@ -17,9 +17,11 @@ from forestream.bench.stock import stock
 from forestream.cli import app, options
 from forestream.config import DecodeSettings
 from forestream.cost import Curve, Profile, pass_seconds, plain_seconds
+from forestream.decode import decode
 from forestream.drafting import BudgetTree, drafter_for
 from forestream.errors import ConfigError
 from forestream.generation import Generator
+from forestream.model import StreamingLM
 from forestream.profiling import profile
 from forestream.steps import tokens_of
 from forestream.tuning import (
@@ -166,6 +168,8 @@ def test_the_grid_has_every_form_once() -> None:
     names = [name_of(one) for one in settings]
     assert len(set(names)) == len(names)
     assert {"budget-8+G2", "budget-8+G1+fused", "full-2+G2", "static-6+G2+fused"} <= set(names)
+    assert {"budget-8+G2+fused-1", "budget-8+G1+fused-3+lookup-3-4"} <= set(names)
+    assert "budget-3+G2+fused-3" not in names, "all of three nodes carry streams as it is"
     assert {"budget-8+G2+lookup-3-0", "budget-8+G1+fused+lookup-3-4"} <= set(names)
     assert all(one.max_new_tokens == 17 and one.prune_below == 0 for one in settings)
     shape = next(one.shape for one in settings if name_of(one) == "static-4+G2")
@@ -185,6 +189,18 @@ def test_a_prediction_is_simulated_passes_times_profiled_seconds(carriers: Any) 
     assert found.pass_seconds == pytest.approx(seconds / len(sizes))
     assert found.tokens_per_second == pytest.approx(19 / seconds)
     assert found.speedup == pytest.approx(19 / seconds * plain_seconds(COSTS))
+
+
+def test_passes_that_end_without_streams_cost_a_second_one() -> None:
+    traces = [traced(), traced(12)]
+    runs = [simulate(trace, BudgetTree(4), 2) for trace in traces]
+    missed = [sum(end >= few for run in runs for end in run.ends) for few in (1, 2, 3)]
+    assert missed[0] > missed[2] > 0
+    for few in (1, 2, 3):
+        pairs = [pair for run in runs for pair in zip(run.nodes, run.ends, strict=True)]
+        seconds = sum(pass_seconds(COSTS, nodes, 2, "fused", carried=few, missed=end >= few) for nodes, end in pairs)
+        settings = DecodeSettings(streams=2, nodes=4, carriers="fused", carried=few)
+        assert predict(COSTS, traces, settings).pass_seconds == pytest.approx(seconds / len(pairs))
 
 
 def test_predictions_together_are_those_alone() -> None:
@@ -234,12 +250,29 @@ def test_traces_of_a_generator_foretell_its_passes(generator: Generator) -> None
         replace(generator.settings, streams=2, nodes=6),
         replace(generator.settings, streams=3, tree="full", k=1),
         replace(generator.settings, streams=3, nodes=4, lookup_beside=3, lookup_behind=4),
+        replace(generator.settings, streams=3, nodes=5, carriers="fused", carried=2),
     ]
     predictions = [predict(COSTS, traces, one) for one in settings]
     results = measure(generator, predictions, prompts)
     for one in predictions:
         assert results[one.name]["call_reduction"] == pytest.approx(one.tokens_per_pass, abs=1e-3)
         assert results[one.name]["equal_outputs"] == 2
+
+
+def test_passes_that_end_at_a_carrier_need_no_second_one(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, model = [tuple(range(2, 12)), tuple(range(5, 30))], generator.model
+    settings = replace(generator.settings, streams=2, nodes=6, carriers="fused", carried=1)
+    calls: list[int] = []
+    right = StreamingLM.streams_behind
+    monkeypatch.setattr(StreamingLM, "streams_behind", lambda *given: calls.append(given[2]) or right(*given))
+    for one, trace in zip(prompts, record_traces(generator, prompts), strict=True):
+        calls.clear()
+        run = simulate(trace, BudgetTree(6), 2, settings)
+        assert len(list(decode(model, one, settings, generator.eos))) == run.passes + 1
+        # Where the next tree is a root alone, nothing was drafted.
+        drafted = [nodes > 1 for nodes in run.nodes[1:]]
+        assert len(calls) == sum(end >= 1 and more for end, more in zip(run.ends, drafted, strict=False))
+        assert 0 < len(calls) < run.passes - 1
 
 
 # --- measurement --------------------------------------------------------------------------------------------------
@@ -288,9 +321,13 @@ def test_the_host_librarys_generate_writes_the_text_of_plain_decoding(mode: str)
 def test_named_trees_replace_a_static_one(adapter: Path) -> None:
     settings = DecodeSettings(tree="static", shape=((0, 0), (0, 1)), max_new_tokens=9)
     generator = Generator.from_pretrained(adapter, settings=settings)
-    for name, form in (("budget-5", ("budget", 5)), ("full-2+fused", ("full", 8))):
+    for name, form in (("budget-5", ("budget", 5)), ("full-2+fused", ("full", 8)), ("budget-4+fused-2", ("budget", 4))):
         found = method(name, generator).settings
-        assert found is not None
+        assert isinstance(found, DecodeSettings)
+        assert (found.carriers, found.carried) == (
+            "fused" if "fused" in name else "deferred",
+            2 if "-2" in name[8:] else None,
+        )
         assert (found.tree, found.nodes, found.shape, found.max_new_tokens) == (*form, None, 9)
     assert method("forestream", generator).settings == settings
 

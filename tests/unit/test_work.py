@@ -22,7 +22,7 @@ from forestream.plan import Sizes
 from forestream.steps import tokens_of
 from forestream.vocabulary import DraftVocabulary
 from oracle import Prophet
-from subject import CARRIERS
+from subject import WHO
 from wrapped import prompt, wrapped
 
 SETTINGS = [
@@ -79,11 +79,11 @@ def test_plain_passes_are_counted_as_they_run(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["joint", "lossless"])
-@pytest.mark.parametrize("carriers", CARRIERS)
+@pytest.mark.parametrize("who", WHO, ids=str)
 @pytest.mark.parametrize("shape", SETTINGS, ids=str)
-def test_passes_with_drafts_are_counted_as_they_run(mode: str, carriers: Any, shape: dict[str, Any]) -> None:
+def test_passes_with_drafts_are_counted_as_they_run(mode: str, who: dict[str, Any], shape: dict[str, Any]) -> None:
     model = wrapped("llama", mode)
-    settings = DecodeSettings(max_new_tokens=16, carriers=carriers, **shape)
+    settings = DecodeSettings(max_new_tokens=16, **who, **shape)
     counted, seen, _ = products(model, settings)
     scorer = model.scorer if settings.prune_to or settings.prune_below else None
     if scorer is not None:

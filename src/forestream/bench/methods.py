@@ -35,14 +35,14 @@ Settings = TypeVar("Settings", bound=JsonConfig)
 STOCK = "transformers"
 MEDUSA = "medusa"
 KNOWN: Final = (
-    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +GN, +fused and +lookup-B-A, in "
-    "this order), "
+    "plain, plain-DTYPE, forestream, budget-M and full-K (these two also with +prune, +GN, +fused[-N] and +lookup-B-A, "
+    "in this order), "
     "lookup[-GAMMA[-N]], lookahead[-W-N-G], draft-model[-GAMMA], medusa, medusa-static-M, medusa-budget-M, "
     "medusa-full-K, transformers, transformers+lookup[-GAMMA], transformers+draft-model[-GAMMA]"
 )
 _PLAIN_IN = re.compile(r"plain-(?P<dtype>float32|bfloat16|float16)")
 _TREE = re.compile(
-    r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(\+G(?P<streams>\d+))?(?P<fused>\+fused)?"
+    r"(?P<tree>full|budget)-(?P<size>\d+)(?P<pruned>\+prune)?(\+G(?P<streams>\d+))?(?P<fused>\+fused(-(?P<carried>\d+))?)?"
     r"(\+lookup-(?P<beside>\d+)-(?P<behind>\d+))?"
 )
 _MEDUSA = re.compile(rf"{MEDUSA}(-(?P<tree>full|budget|static)-(?P<size>\d+))?")
@@ -106,6 +106,7 @@ def method(
     ...+prune                       the same, edges below `prune_below` pruned
     ...+GN                          the same, drafted by the first N streams
     ...+fused                       the same, every surviving node carrying streams
+    ...+fused-N                     the same, the N nodes of a budget tree where the pass most likely ends carrying them
     ...+lookup-B-A                  the same, B nodes looked up beside the tree and A behind its first choices
     lookup-GAMMA-N                  prompt lookup: GAMMA tokens behind a match of N tokens at most
     lookahead-W-N-G                 lookahead decoding: W columns of guesses, n-grams of N tokens, G of them checked
@@ -213,6 +214,7 @@ def _tree(match: re.Match[str], settings: DecodeSettings, prune_below: float) ->
         prune_to=None,
         streams=int(match["streams"]) if match["streams"] else settings.streams,
         carriers="fused" if match["fused"] else "deferred",
+        carried=int(match["carried"]) if match["carried"] else None,
         lookup_beside=int(match["beside"] or 0),
         lookup_behind=int(match["behind"] or 0),
     )

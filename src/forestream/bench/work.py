@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from forestream.config import DecodeSettings
-from forestream.decode import Plan
+from forestream.decode import Plan, carrying
 from forestream.drafting import drafter_for
 from forestream.model import StreamingLM
 from forestream.paths import shortlisted
@@ -33,7 +33,7 @@ class Work:
         stream_sizes: the same with it; equal in joint mode.
         scorer: weights of the exit scorer, 0 where nothing is pruned.
         streams: G in use; 0 of plain decoding.
-        fused: whether every surviving node carries streams.
+        settings: of drafting; None of plain decoding and of heads.
         nodes: of a budget tree that grows along sampled paths, which asks about as many a level; 0 of other trees.
         sampler: weights of the path sampler, 0 where there is none.
         near: weights of the head's rows of a stream's candidates along paths; 0 where these are all its tokens.
@@ -46,7 +46,7 @@ class Work:
     stream_sizes: Sizes
     scorer: int = 0
     streams: int = 0
-    fused: bool = False
+    settings: DecodeSettings | None = None
     nodes: int = 0
     sampler: int = 0
     near: int = 0
@@ -82,7 +82,7 @@ class Work:
             gated,
             scorer,
             plan.streams,
-            settings.carriers == "fused",
+            settings,
             settings.nodes if settings.tree == "budget" else 0,
             sum(p.numel() for p in sampler),
             near_weights(model, drafter_for(settings).width),
@@ -131,7 +131,8 @@ class Work:
         """A pass behind `place` committed tokens, and the streams that are computed behind it."""
         assert step.tree is not None
         offered, kept, drafted = len(step.tree.tokens), len(step.kept), len(step.tree.tokens) > 1
-        fused = self.streams * kept if self.fused and drafted else 0
+        carriers = {*carrying(step.tree, self.settings)} & {*step.kept} if self.settings and drafted else set[int]()
+        fused = self.streams * len(carriers)
         wanted = following is not None and following.tree is not None and len(following.tree.tokens) > 1
         asked = self._asked(following) if wanted and following is not None and self.sampler else 0
         ahead = asked if self.sampler and not self.near else self.streams * wanted
@@ -143,7 +144,7 @@ class Work:
         count += trunk.forward(Rows(pruned, 0, 0, (), pruned * (place + offered), 0))
         if self.scorer and drafted:
             count += 2 * offered * (self.scorer + sizes.head)
-        if wanted and self.streams and not self.fused:
+        if wanted and self.streams and step.path[-1] not in carriers:
             G, behind = self.streams, place + len(step.path)
             count += self.stream_sizes.forward(Rows(0, G, 0, (), 0, G * (behind + G)))
         return count

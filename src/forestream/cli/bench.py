@@ -39,8 +39,8 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: plain (always needed), forestream (the settings below), budget-M, full-K, these two "
-            "also with +prune, +GN (only the first N streams draft), +fused and +lookup-B-A (B nodes looked up beside "
-            "the tree, A behind its first choices) behind them, in this order; "
+            "also with +prune, +GN (only the first N streams draft), +fused, +fused-N (--carried) and +lookup-B-A (B "
+            "nodes looked up beside the tree, A behind its first choices) behind them, in this order; "
             "plain-float32 (or -bfloat16, -float16) is plain decoding in another dtype. "
             "Rivals on the same engine: lookup-GAMMA-N looks for the last N tokens earlier "
             "in the text and drafts the GAMMA behind them; draft-model-GAMMA has the --draft-model write GAMMA tokens "
@@ -96,6 +96,7 @@ def bench(
     k: options.K = None,
     streams: options.Streams = None,
     carriers: options.Carriers = None,
+    carried: options.Carried = None,
     lookup_beside: options.LookupBeside = None,
     lookup_behind: options.LookupBehind = None,
     prune_below: options.PruneBelow = None,
@@ -139,6 +140,7 @@ def bench(
         k=k,
         streams=streams,
         carriers=carriers,
+        carried=carried,
         lookup_beside=lookup_beside,
         lookup_behind=lookup_behind,
         prune_below=prune_below,

@@ -158,6 +158,15 @@ Carriers = Annotated[
         f"{DEFAULTS.carriers}]",
     ),
 ]
+Carried = Annotated[
+    int | None,
+    typer.Option(
+        "--carried",
+        min=1,
+        help="With --carriers fused: only the so many nodes of a budget tree where the pass most likely ends carry "
+        "streams; where it ends elsewhere they are deferred. All nodes by default.",
+    ),
+]
 LookupBeside = Annotated[
     int | None,
     typer.Option(

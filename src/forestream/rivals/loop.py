@@ -177,7 +177,7 @@ def check(
     logits = model.logits(_at(output.main, wanted))
     kept = tuple(tuple(range(len(tree.tokens))) for tree in trees)
     beside = [own[len(tree.tokens) : len(nodes)] for own, tree, nodes in zip(logits, trees, wanted, strict=True)]
-    return Checked(trees, kept, logits, output.trunk, output.main, output.streams), beside
+    return Checked(trees, kept, logits, output.trunk, output.main, ((),) * len(kept), output.streams), beside
 
 
 def _at(states: Float[Tensor, "B N D"], wanted: Sequence[Sequence[int]]) -> Float[Tensor, "B n D"]:

@@ -262,6 +262,23 @@ def test_clients_of_a_serving_engine() -> None:
     assert "| 1 | vllm | 25.0 | 1.00 (1.00 to 1.00) | 1.20, 2.50 | 1.00 |  | 8 of 9 |" in text
 
 
+def test_ablations_are_told_against_the_first_and_against_chance() -> None:
+    def row(variant: str, tokens: float) -> dict[str, Any]:
+        known = {"main_loss": 1.5, "stream_losses": [2.0, 3.0], "speedup": 1.25, "training_seconds": 90.0}
+        return {"variant": variant, "call_reduction": tokens, **known}
+
+    rows = [row("as it is", 2.0), row("another seed", 1.9), row("G = 2", 2.08), row("alpha = 0", 1.5)]
+    settings = {"dtype": "float32", "base": ["training.share=0.5"], "examples": 600, "method": "budget-8", "prompts": 9}
+    machine = {"processor": "a processor", "threads": 2}
+    made = {"machine": machine, "date": "2026-12-01", "commit": "abc", "command": "benchmarks/ablations.py"}
+    told = markdown({"provenance": made, "settings": settings, "ablations": rows})
+    assert "| as it is | 1.50 | 2.00, 3.00 | 2.00 |  | 1.25 | 1.5 |" in told
+    assert "| another seed | 1.50 | 2.00, 3.00 | 1.90 | -0.10 (no more than a seed) | 1.25 | 1.5 |" in told
+    assert "| 2.08 | +0.08 (no more than a seed) |" in told
+    assert "| 1.50 | -0.50 |" in told
+    assert "600 examples each, with `training.share=0.5`; budget-8 on 9 prompts." in told
+
+
 def test_records_that_differ_in_one_setting_are_a_series(tmp_path: Path) -> None:
     paths = written(
         tmp_path,

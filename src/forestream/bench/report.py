@@ -171,20 +171,31 @@ def _hosts(record: dict[str, Any]) -> str:
 
 
 def _ablations(record: dict[str, Any]) -> str:
-    """One setting of a training changed at a time."""
-    rows = [
-        (
-            row["variant"],
-            f"{row['main_loss']:.2f}",
-            ", ".join(f"{loss:.2f}" for loss in row["stream_losses"]),
-            f"{row['call_reduction']:.2f}",
-            f"{row['speedup']:.2f}",
+    """One setting of a training changed at a time, each against the first; other seeds tell what is chance."""
+    first, *others = record["ablations"]
+    seeds = [row["call_reduction"] - first["call_reduction"] for row in others if "seed" in row["variant"]]
+    chance = max(map(abs, seeds), default=0.0)
+    rows = []
+    for row in (first, *others):
+        more = row["call_reduction"] - first["call_reduction"]
+        told = " (no more than a seed)" if abs(more) <= chance else ""
+        rows.append(
+            (
+                row["variant"],
+                f"{row['main_loss']:.2f}",
+                ", ".join(f"{loss:.2f}" for loss in row["stream_losses"]),
+                f"{row['call_reduction']:.2f}",
+                "" if row is first else f"{more:+.2f}{told}",
+                f"{row['speedup']:.2f}",
+                f"{row['training_seconds'] / 60:.1f}",
+            )
         )
-        for row in record["ablations"]
-    ]
     settings = record["settings"]
-    body = _table(["variant", "main loss", "loss of streams 1, 2, ...", "tokens per pass", "speedup"], rows)
-    return f"{body}\n{settings['examples']} examples each; {settings['method']} on {settings['prompts']} prompts.\n"
+    headings = ["variant", "main loss", "loss of streams 1, 2, ...", "tokens per pass", "against the first", "speedup"]
+    body = _table([*headings, "minutes of training"], rows)
+    base = ", ".join(map(code, settings["base"]))
+    method, prompts = settings["method"], settings["prompts"]
+    return f"{body}\n{settings['examples']} examples each, with {base}; {method} on {prompts} prompts.\n"
 
 
 def _training_step(record: dict[str, Any]) -> str:

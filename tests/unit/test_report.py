@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from forestream.bench.details import details, reason
 from forestream.bench.page import report_markdown, report_page, sections_of
-from forestream.bench.report import markdown
+from forestream.bench.report import markdown, refresh
 from forestream.bench.results import read_all
 from forestream.bench.series import series_of
 from forestream.bench.tables import cell, code
@@ -260,6 +260,17 @@ def test_clients_of_a_serving_engine() -> None:
     )
     assert "| 8 | vllm+forestream | 25.0 | 2.10 (1.90 to 2.30) | 1.20, 2.50 | 1.00 |  | 8 of 9 |" in text
     assert "| 1 | vllm | 25.0 | 1.00 (1.00 to 1.00) | 1.20, 2.50 | 1.00 |  | 8 of 9 |" in text
+
+
+def test_documents_ask_for_sections_of_a_record() -> None:
+    path = next(one for one in RECORDS if one.stem == "spec-bench-float32")
+    text = "<!-- results: spec-bench-float32, By category -->\nold\n<!-- end -->\n"
+    found = refresh(text, path.parent)
+    assert "old" not in found
+    assert found.count("\n| ") == 1 + 6 * 3, "six categories, three methods beside plain decoding"
+    assert refresh(found, path.parent) == found
+    with pytest.raises(DataError, match=r"'By colour' of .*; expected one of its sections: When it pays, By category"):
+        refresh(text.replace("category", "colour"), path.parent)
 
 
 def test_ablations_are_told_against_the_first_and_against_chance() -> None:

@@ -18,7 +18,12 @@ STRONG: Final = 0.3
 
 def details(record: dict[str, Any]) -> str:
     """Sections of Markdown, below headings of level 3."""
-    sections: dict[str, Callable[[dict[str, Any]], str | None]] = {
+    return "\n".join(f"### {heading}\n\n{text}" for heading, text in sections(record).items())
+
+
+def sections(record: dict[str, Any]) -> dict[str, str]:
+    """Markdown by heading; what the record does not hold is left out."""
+    known: dict[str, Callable[[dict[str, Any]], str | None]] = {
         "When it pays": _pays,
         "By category": _parts,
         "Drafts": _drafts,
@@ -28,8 +33,7 @@ def details(record: dict[str, Any]) -> str:
         "Task score": _scores,
         "Settings": _settings,
     }
-    told = {heading: text for heading, write in sections.items() if (text := write(record))}
-    return "\n".join(f"### {heading}\n\n{text}" for heading, text in told.items())
+    return {heading: text for heading, write in known.items() if (text := write(record))}
 
 
 def _having(record: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Recorded runs as Markdown: tables in the documents are generated from JSON, never typed.
 
 A document holds a pair of markers, `<!-- results: NAME -->` and `<!-- end -->`; between them stands the table of
-the record NAME.json.
+the record NAME.json. `<!-- results: NAME, By category -->` asks for that section of its details instead.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forestream.bench.details import sections
 from forestream.bench.tables import cell, code
 from forestream.bench.tables import table as _table
 from forestream.errors import DataError
 
-_BLOCK = re.compile(r"(<!-- results: (?P<name>[\w./-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: (?P<name>[\w./-]+)(, (?P<part>[\w ]+))? -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def refresh(text: str, records: Path) -> str:
     """`text` with every block between markers replaced by the table of its record in the folder `records`.
 
     Raises:
-        DataError: a marker names a record that is not there.
+        DataError: a marker names a record that is not there, or a section that it lacks.
     """
 
     def block(match: re.Match[str]) -> str:
         path = records / f"{match['name']}.json"
         if not path.is_file():
             raise DataError(f"the document asks for the record {path}, which does not exist; run it or mend the marker")
-        return f"{match[1]}{markdown(json.loads(path.read_text()))}{match[3]}"
+        record = json.loads(path.read_text())
+        if match["part"] is None:
+            return f"{match[1]}{markdown(record)}{match['end']}"
+        parts = sections(record) if kind_of(record) == "methods" else {}
+        if match["part"] not in parts:
+            known = ", ".join(parts) or "none"
+            raise DataError(f"the document asks for {match['part']!r} of {path}; expected one of its sections: {known}")
+        return f"{match[1]}{parts[match['part']]}{match['end']}"
 
     return _BLOCK.sub(block, text)
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from forestream.bench.details import details, reason
 from forestream.bench.page import report_markdown, report_page, sections_of
+from forestream.bench.paper import filled
 from forestream.bench.report import markdown, refresh
 from forestream.bench.results import read_all
 from forestream.bench.series import series_of
@@ -271,6 +272,38 @@ def test_documents_ask_for_sections_of_a_record() -> None:
     assert refresh(found, path.parent) == found
     with pytest.raises(DataError, match=r"'By colour' of .*; expected one of its sections: When it pays, By category"):
         refresh(text.replace("category", "colour"), path.parent)
+
+
+def test_the_papers_first_table_is_made_of_the_records_of_its_tasks(tmp_path: Path) -> None:
+    def methods(**speeds: float) -> dict[str, Any]:
+        return {
+            name: {
+                "speedup": {"median": speed, "min": speed - 0.5, "max": speed + 0.5},
+                "call_reduction": 2 * speed,
+                "extra_parameters": 1234 if name == "forestream" else 0,
+            }
+            for name, speed in speeds.items()
+        }
+
+    def write(name: str, **record: Any) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+
+    write("a-test-float32", methods=methods(plain=1.0, forestream=2.5))
+    write("a-quality-joint", scores={"rouge1": 50.0})
+    interval = {"low": 48.5, "high": 51.5}
+    write("a-quality-guard", guard={"rouge1": {"joint": 50.0, "twin": 50.2, "twin_interval": interval}})
+    write("b-test-float32", methods=methods(plain=1.0))
+    write("b-quality-joint", scores={"exact_match": 61.0})
+    write("c-test-float32", methods=methods(plain=1.0))
+    told = filled("<!-- paper: table 1 of a, b, c -->\nold\n<!-- end -->\n", tmp_path)
+    assert "old" not in told
+    assert "| a | plain | 1.00 (0.50 to 1.50) | 2.00 | rouge1 50.0, twin 50.2 (48.5 to 51.5) | 0 |" in told
+    assert "| a | forestream | 2.50 (2.00 to 3.00) | 5.00 | the same | 1,234 |" in told
+    assert "| b | plain | 1.00 (0.50 to 1.50) | 2.00 | exact_match 61.0 | 0 |" in told
+    assert "| c | plain | 1.00 (0.50 to 1.50) | 2.00 | - | 0 |" in told
+    assert filled(told, tmp_path) == told
+    with pytest.raises(DataError, match="table 1 asks for d"):
+        filled("<!-- paper: table 1 of a, d -->\n<!-- end -->", tmp_path)
 
 
 def test_ablations_are_told_against_the_first_and_against_chance() -> None:

@@ -7,7 +7,7 @@ task=${1:?sql or dialogsum}
 data=${2:?the folder that holds the data sets}
 twin=${3:-}
 case $task in # prompts to tune with, to sweep prompt lookup with, to measure, to score; what is measured
-  sql) tuned=16 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-5+G4,budget-8,budget-32 ;;
+  sql) tuned=16 swept=24 measured=80 scored=1000 methods=lookup-4-2,forestream,budget-5+G4+lookup-0-4,budget-5+G4,budget-32 ;;
   dialogsum) tuned=12 swept=16 measured=32 scored=500 methods=lookup-2-2,lookup-4-2,forestream,budget-8,budget-32 ;;
   *) echo "no adapter is shipped for $task; expected sql or dialogsum" >&2 && exit 2 ;;
 esac
@@ -30,5 +30,9 @@ quality() {
     --dtype float32 --json "$results/$task-quality-$2.json"
 }
 quality "$adapter" joint
-if [ -n "$twin" ]; then quality "$twin" twin; fi
+if [ -n "$twin" ]; then
+  quality "$twin" twin
+  $run evaluate --texts "$results/$task-quality-joint.json" --against "$results/$task-quality-twin.json" --task "$task" \
+    --split test --data-dir "$data" --json "$results/$task-quality-guard.json"
+fi
 .venv/bin/python benchmarks/refresh.py

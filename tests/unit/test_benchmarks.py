@@ -79,6 +79,39 @@ def test_a_sweep_is_a_series_and_goes_on_where_it_stopped(
     assert json.loads(files[1].read_text())["settings"]["batch_size"] == 2
 
 
+def test_rivals_meet_at_the_best_setting_of_each(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, commands = script("peers"), list[list[str]]()
+    start = subprocess.run
+
+    def bench(command: list[str], check: bool = False, **how: Any) -> Any:
+        if command[0] != sys.executable:
+            return start(command, check=check, **how)
+        commands.append(command)
+        result = CliRunner().invoke(app, command[3:])
+        assert result.exit_code == 0, result.output
+        return None
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    monkeypatch.setitem(loaded["FAMILIES"], "lookup", ("lookup-2-2", "lookup-4-2"))
+    for family in ("lookahead", "transformers"):
+        monkeypatch.delitem(loaded["FAMILIES"], family)
+    mine = ["--adapter", str(adapter), "--task", "synthetic", "--swept", "2", "--measured", "3"]
+    own = ["--", "--dtype", "float32", "--compile", "off", "--max-new-tokens", "6", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *mine, "--output", str(tmp_path), *own])
+    loaded["main"]()
+    assert len(commands) == 2, "what needs a draft model or heads is left out"
+    (swept,) = tmp_path.glob("synthetic-sweep-*.json")
+    speeds = {name: row["speedup"]["of_totals"] for name, row in json.loads(swept.read_text())["methods"].items()}
+    best = max(("lookup-2-2", "lookup-4-2"), key=lambda name: speeds[name])
+    record = json.loads((tmp_path / "synthetic-peers.json").read_text())
+    assert list(record["methods"]) == ["plain", "transformers", "forestream", best]
+    assert (record["settings"]["split"], record["methods"]["plain"]["prompts"]) == ("test", 3)
+    loaded["main"]()
+    assert len(commands) == 3, "a sweep that is there is not run again"
+
+
 def test_every_sweep_has_points() -> None:
     points_of = script("sweeps")["points_of"]
     for sweep, count in (("precision", 3), ("batch", 5), ("temperature", 4), ("prompt", 5)):

@@ -19,8 +19,8 @@ $run tune --adapter "$adapter" --task e2e --data-dir "$data" --limit 24 --candid
   --json $results/e2e-test-bfloat16.json
 $run tune --adapter "$adapter" --task e2e --data-dir "$data" --limit 12 --candidates 6 --dtype float32 \
   --output decoding.json --json $results/e2e-tune-float32.json
-"${bench[@]}" --split test --limit 100 --dtype float32 --settings decoding.json \
-  --methods plain,transformers,forestream --json $results/e2e-test-float32.json
+"${bench[@]}" --split test --limit 80 --dtype float32 --settings decoding.json \
+  --methods plain,transformers,forestream,budget-5+G4 --json $results/e2e-test-float32.json
 rm decoding.json
 "${bench[@]}" --split test --limit 200 --dtype bfloat16 \
   --methods plain,full-1,full-1+prune,full-2,full-2+prune --json $results/e2e-test-full-trees-k1-k2.json

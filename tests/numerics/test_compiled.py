@@ -45,6 +45,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """Nothing that one test traced is left to another."""
+    torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 

@@ -65,7 +65,8 @@ def counted(steps: Sequence[Step]) -> Simulated:
     """What a real run counted."""
     passes = [step for step in steps if step.tree is not None]
     nodes = tuple(len(step.kept) for step in passes)
-    return Simulated(sum(len(step.tokens) for step in steps), nodes, tuple(step.accepted for step in passes))
+    ends = tuple(step.tree.ends.index(step.path[-1]) for step in passes if step.tree is not None)
+    return Simulated(sum(len(step.tokens) for step in steps), nodes, tuple(step.accepted for step in passes), ends)
 
 
 # --- recording ------------------------------------------------------------------------------------------------
@@ -208,12 +209,12 @@ IDS = (((11, 0), (12, 1)), ((1, 12), (0, 2)), ((2, 13), (14, 1)), ((3, 4), (4, 3
 def test_a_run_by_hand() -> None:
     trace = made_up(TEXT, IDS)
     # root 10: chain 11, 12 is right, 13 follows; root 13: one token is missing, so nothing is drafted
-    assert simulate(trace, FullTree(1), 2) == Simulated(5, (3, 1), (2, 0))
-    assert simulate(trace, FullTree(1), 0) == Simulated(5, (1, 1, 1, 1), (0, 0, 0, 0))
+    assert simulate(trace, FullTree(1), 2) == Simulated(5, (3, 1), (2, 0), (2, 0))
+    assert simulate(trace, FullTree(1), 0) == Simulated(5, (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0))
     # with room behind the end, trees stay whole
-    assert simulate(replace(trace, limit=50), FullTree(1), 2) == Simulated(5, (3, 3), (2, 0))
+    assert simulate(replace(trace, limit=50), FullTree(1), 2) == Simulated(5, (3, 3), (2, 0), (2, 0))
     assert simulate(made_up(TEXT[1:], IDS[1:]), StaticTree.of(((0, 0), (0, 1), (2, 0))), 2).accepted == (1, 0)
-    assert simulate(made_up(TEXT[:1], IDS[:1]), FullTree(2), 2) == Simulated(1, (), ())
+    assert simulate(made_up(TEXT[:1], IDS[:1]), FullTree(2), 2) == Simulated(1, (), (), ())
 
 
 def test_a_trace_that_is_too_narrow_is_refused() -> None:

@@ -32,8 +32,8 @@ TREE = DraftTree(Topology((-1, 0, 0, 1, 1, 2)), (5, 6, 7, 8, 9, 8))
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stops where kernels would be made, so that no compiler is needed; takes nothing from other tests, leaves nothing."""
-    torch._dynamo.reset()  # a process that traced much elsewhere runs layers as they are
+    """Stops where kernels would be made, so that no compiler is needed; leaves nothing to other tests."""
+    torch._dynamo.reset()  # where much was traced before, layers would run as they are
     right = torch.compile
 
     def trace(function: Callable[..., Any], *, options: dict[str, Any], **keywords: Any) -> Callable[..., Any]:

@@ -318,6 +318,13 @@ def test_the_host_librarys_generate_writes_the_text_of_plain_decoding(mode: str)
     assert ended[-1].finish == "stop"
 
 
+def test_who_carries_streams_is_asked_anew_with_the_option() -> None:
+    tuned = DecodeSettings(carriers="fused", carried=2)
+    assert options.settings_from(tuned, nodes=5).carried == 2
+    assert options.settings_from(tuned, carriers=options.CarrierForm.fused).carried is None
+    assert options.settings_from(tuned, carriers=options.CarrierForm.fused, carried=3).carried == 3
+
+
 def test_named_trees_replace_a_static_one(adapter: Path) -> None:
     settings = DecodeSettings(tree="static", shape=((0, 0), (0, 1)), max_new_tokens=9)
     generator = Generator.from_pretrained(adapter, settings=settings)

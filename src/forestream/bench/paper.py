@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forestream.bench import PLAIN
+from forestream.bench.report import spread
 from forestream.bench.tables import table
 from forestream.errors import DataError
 
@@ -46,12 +47,12 @@ def table_1(records: Path, tasks: Sequence[str]) -> str:
             raise DataError(f"table 1 asks for {task}, of which {records} holds no {task}-test-float32.json")
         score = _score(records, task)
         for name, row in bench["methods"].items():
-            speed, extra = row["speedup"], row.get("extra_parameters")
+            extra = row.get("extra_parameters")
             rows.append(
                 (
                     task,
                     name,
-                    f"{speed['median']:.2f} ({speed['min']:.2f} to {speed['max']:.2f})",
+                    spread(row["speedup"]),
                     f"{row['call_reduction']:.2f}",
                     score if name == PLAIN else "the same",
                     "0" if not extra else f"{extra:,}",

@@ -78,7 +78,7 @@ def _bench(record: dict[str, Any]) -> str:
             f"{row['nodes_per_pass']:.1f}",
             f"{1000 * row['seconds_per_pass']:.1f}",
             f"{row['tokens_per_second']:.1f}",
-            _spread(row["speedup"]),
+            spread(row["speedup"]),
             f"{row['equal_outputs']} of {row['prompts']}",
         )
         for name, row in record["methods"].items()
@@ -87,7 +87,8 @@ def _bench(record: dict[str, Any]) -> str:
     return _table([*headings, "speedup, median (min to max)", "equal texts"], rows)
 
 
-def _spread(speedup: dict[str, Any]) -> str:
+def spread(speedup: dict[str, Any]) -> str:
+    """Median and range of a method's speedup."""
     if speedup["median"] is None:
         return "nothing was decoded"
     return f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})"
@@ -246,7 +247,7 @@ def _served(record: dict[str, Any]) -> str:
                     clients,
                     name,
                     f"{speeds['median']:.1f}",
-                    _spread(ratios),
+                    spread(ratios),
                     f"{waits['p50']:.2f}, {waits['p95']:.2f}",
                     f"{row['mean_acceptance_length']:.2f}",
                     ", ".join(shares),

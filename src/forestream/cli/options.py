@@ -221,6 +221,8 @@ def settings_from(tuned: DecodeSettings | None = None, **given: Any) -> DecodeSe
         name: value.value if isinstance(value, StrEnum) else value for name, value in given.items() if value is not None
     }
     settings = tuned or DEFAULTS
+    if "carriers" in changes:
+        changes.setdefault("carried", None)  # a tuned number belongs to the tuned choice
     if changes.get("tree", "static") != "static":
         changes["shape"] = None
     elif settings.tree == "static" and "nodes" in changes:
